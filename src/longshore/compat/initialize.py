@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from longshore import engine as own
+from longshore.compat.configuration import FileConfig, for_evaluation
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
 from longshore.engine.config.load import read_config
 from longshore.engine.ranks import DEFAULT_TIMEOUT, join
 from longshore.engine.setup import Initialized
+from longshore.errors import LongshoreError
 
 
 def initialize(
@@ -42,6 +44,9 @@ def initialize(
     ``model_parameters`` are ignored if an optimizer is passed. Afterwards there is a process group, for one rank too,
     since scripts use ``torch.distributed`` without checking.
 
+    Without any optimizer, the engine is for evaluation and generation, sharded at stage 3: the second result is None,
+    and ``backward()`` and ``step()`` raise LongshoreError.
+
     Raises:
         ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
     """
@@ -56,7 +61,12 @@ def initialize(
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
     if isinstance(optimizer, Optimizer):
         model_parameters = None
-    return own.initialize(
+    evaluates = optimizer is None and isinstance(config, Mapping) and not config.get("optimizer")
+    if evaluates:
+        config, lr_scheduler, model_parameters = for_evaluation(config), None, None
+        # The engine needs an optimizer. This one has a parameter that no model has, so no weight gets state.
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(16))], lr=0.0)
+    made = own.initialize(
         args,
         model,
         optimizer,
@@ -68,6 +78,19 @@ def initialize(
         config=config,
         mesh_param=mesh_param,
         wrap_policy=policy_for(model, config),
+    )
+    if isinstance(config, Mapping):
+        made.engine.config = FileConfig.of(made.engine.config, config)
+    if evaluates:
+        made.engine.backward = made.engine.step = _without_optimizer
+        return made._replace(optimizer=None)
+    return made
+
+
+def _without_optimizer(*_: Any, **__: Any) -> NoReturn:
+    raise LongshoreError(
+        "this engine was made without an optimizer, for evaluation and generation only; name one in the configuration "
+        "or pass initialize(optimizer=...)"
     )
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longshore import checkpointing
 from longshore import utils as access
-from longshore.compat import initialize, optimizers, utils, zero
+from longshore.compat import constructors, initialize, optimizers, utils, zero
 from longshore.compat.absent import VERSION
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
@@ -49,6 +49,8 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
+    "checkpoint": {},
+    "checkpoint.utils": _of(utils, "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "comm": {
         **_of(
@@ -85,7 +87,12 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "runtime.utils": _of(utils, "see_memory_usage set_random_seed"),
     "runtime.zero": _ZERO,
-    "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        **constructors.ORIGINALS,
+        **_of(constructors, "zero_wrapper_for_fp_tensor_constructor"),
+        **_of(utils, "get_accelerator"),
+    },
     "utils": {
         **_of(
             access,

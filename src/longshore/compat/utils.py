@@ -7,7 +7,7 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,25 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             safe_set_full_grad(parameter, update_func(gradient, parameter))
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a copy of nested dicts, lists and tuples with their tensors copied to ``device``.
+
+    A tensor that is met twice, such as a tied weight, is copied once, so that it is saved once.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            if id(each) not in copies:
+                copies[id(each)] = each.detach().to(device, copy=True)
+            return copies[id(each)]
+        if isinstance(each, Mapping):
+            return type(each)({key: copied(value) for key, value in each.items()})  # pyright: ignore[reportCallIssue]
+        return type(each)(map(copied, each)) if isinstance(each, (list, tuple)) else each
+
+    return copied(item)
 
 
 # -- the accelerator: CUDA, or the CPU if there is none -------------------------

@@ -255,6 +255,7 @@ class DeepSpeedNames:
     zero_optimization = _configured(lambda config: config.stage > 0)
     zero_optimization_partition_gradients = _configured(lambda config: config.stage >= 2)
     zero_optimization_partition_weights = _configured(lambda config: config.stage >= 3)
+    zero_gather_16bit_weights_on_model_save = _configured(lambda config: config.gather_on_save)
     zero_cpu_offload = _configured(lambda config: config.offload_device == "cpu")
     wall_clock_breakdown = _configured(lambda config: config.wall_clock_breakdown)
     steps_per_print = _configured(lambda config: config.steps_per_print)

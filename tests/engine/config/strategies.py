@@ -12,6 +12,7 @@ from longshore.engine.config.values import (
     Budget,
     Either,
     Exactly,
+    Infinite,
     Items,
     Kind,
     Number,
@@ -47,6 +48,8 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
         return st.lists(values_of(kind.of), min_size=kind.count or 0, max_size=kind.count or 3)
     if isinstance(kind, Either):
         return st.one_of([values_of(one) for one in kind.kinds])
+    if isinstance(kind, Infinite):
+        return st.just(float("inf"))
     assert isinstance(kind, Block), kind
     return st.just({}) | st.just({"enabled": False}) | st.just({"enabled": True}) | st.just({"a": 1}) | st.booleans()
 

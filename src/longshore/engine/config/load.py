@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,6 +105,8 @@ def _translate(
         if path in reading.values and field in Config.model_fields
     }
     fields |= _batch_fields(reading, world_size)
+    if fields.get("steps_per_print") == math.inf:
+        fields["steps_per_print"] = None
     for read in (_precision_fields, _clipping_fields, _offload_fields, _wrap_fields, _monitor_fields, _named_fields):
         fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):

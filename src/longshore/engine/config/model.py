@@ -120,6 +120,8 @@ class Config(FrozenModel):
             and none of their submodules by itself: mixtures of experts, in which ranks run different submodules.
         leaf_names: the same for modules by their names in the model.
         leaf_name_suffixes: the same for modules whose names end so.
+        gather_on_save: what ``engine.zero_gather_16bit_weights_on_model_save()`` returns, by which Accelerate and
+            transformers decide whether they save whole weights at stage 3. ``save_16bit_model()`` always does.
         tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
         threads: host threads that step. Default: the ranks of a machine share the CPUs that they may use, with a
             thread for each CPU.
@@ -175,6 +177,7 @@ class Config(FrozenModel):
     leaf_classes: Annotated[tuple[str, ...], Items(TEXT)] = ()
     leaf_names: Annotated[tuple[str, ...], Items(TEXT)] = ()
     leaf_name_suffixes: Annotated[tuple[str, ...], Items(TEXT)] = ()
+    gather_on_save: bool = True
 
     tile_numel: _MaybeCount = None
     threads: _MaybeCount = None

@@ -22,6 +22,8 @@ from longshore.engine.config.values import (
     NOT_NEGATIVE,
     TEXT,
     Block,
+    Either,
+    Infinite,
     Items,
     Number,
     OneOf,
@@ -36,7 +38,6 @@ _GATHERED = (
     "It chooses what stage 3 gathers and when, and no weight depends on it. See wrap_policy in the section longshore."
 )
 _LEAVES = "Read at stage 3."
-_SAVED = "It is about saving and loading at stage 3, not about training."
 _NVME = "DeepSpeed reads it with NVMe only, which longshore refuses."
 _COLLECTIVE = "It chooses the collective, not the numbers; longshore uses reduce-scatter and all-gather."
 _LAYOUT = "It chooses where gradients lie in memory, not their values."
@@ -141,8 +142,10 @@ _ZERO = (
     accepted(_stage_3("module_granularity_threshold"), Number(whole=True), _GATHERED),
     accepted(_stage_3("use_all_reduce_for_fetch_params allgather_sequential"), BOOLEAN, _GATHERED),
     accepted("override_module_apply", BOOLEAN, _GATHERED),
-    accepted(_stage_3("gather_16bit_weights_on_model_save"), BOOLEAN, _SAVED),
-    accepted("stage3_gather_fp16_weights_on_model_save pipeline_loading_checkpoint", BOOLEAN, _SAVED),
+    setting("stage3_gather_16bit_weights_on_model_save", "gather_on_save", auto=Auto.OMIT),
+    old_name("gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save", BOOLEAN,
+             "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    accepted("pipeline_loading_checkpoint", BOOLEAN, "It is about loading at stage 3, not about training."),
     refused("zero_hpz_partition_size", AT_LEAST_0, (0, 1), "longshore shards parameters over all ranks; leave it out"),
     switch("zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients", _QUANTIZED),
     refused("zeropp_loco_param", Block({}), (), _QUANTIZED),
@@ -159,7 +162,8 @@ _LOGGING_AND_OTHERS = (
     accepted("zero_allow_untested_optimizer", BOOLEAN,
              "longshore refuses, by name, each optimizer that it cannot step exactly."),
     accepted("zero_force_ds_cpu_optimizer", BOOLEAN, "offload_optimizer alone says where a step runs."),
-    setting("steps_per_print", auto=Auto.OMIT),
+    honoured("steps_per_print", Either((AT_LEAST_1, Infinite())), "Infinity: never, as when it is left out.",
+             field="steps_per_print", auto=Auto.OMIT),
     setting("wall_clock_breakdown"),
     setting("dump_state"),
     switch("memory_breakdown", "call engine.explain(), which has the bytes by kind"),

@@ -221,6 +221,17 @@ class Either(Kind):
 
 
 @dataclass(frozen=True)
+class Infinite(Kind):
+    """Positive infinity, by which DeepSpeed's users say "never"; JSON has no such number, but Python's dicts do."""
+
+    def says(self) -> str:
+        return "infinity (in a dict: never)"
+
+    def read(self, value: object) -> float | None:
+        return math.inf if isinstance(value, float) and value == math.inf else None
+
+
+@dataclass(frozen=True)
 class Block(Kind):
     """A section that is judged as a whole, by whether it switches anything on.
 

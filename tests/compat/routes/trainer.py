@@ -1,0 +1,55 @@
+"""Training with transformers' Trainer, whose own argument is ``--deepspeed FILE``; without it the Trainer is plain."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
+
+
+@dataclass
+class ModelArguments:
+    model: str = field(default="", metadata={"help": "a folder for from_pretrained; without it, random weights"})
+    lora: bool = field(default=False, metadata={"help": "train adapters"})
+
+
+class Tokens(Dataset):
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(3, 64, (count, 12), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def main() -> None:
+    chosen, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(args.seed)
+    if chosen.model:
+        model = AutoModelForCausalLM.from_pretrained(chosen.model)
+    else:
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+        )
+        model = AutoModelForCausalLM.from_config(config)
+    if chosen.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trainer = Trainer(model, args, train_dataset=Tokens(32, 0), eval_dataset=Tokens(8, 1))
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_model()
+    trainer.save_state()
+
+
+if __name__ == "__main__":
+    main()

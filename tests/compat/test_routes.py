@@ -1,0 +1,159 @@
+"""Other tools' DeepSpeed integrations, unmodified, under ``longshore run-deepspeed``, beside the tools without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SCRIPTS = Path(__file__).parent / "routes"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+AUTO = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+TRAINER = [
+    *("--max_steps", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_grad_norm", "0"),
+    *("--report_to", "none", "--use_cpu", "--save_strategy", "no", "--disable_tqdm", "1"),
+]
+
+CLIPPING = ["--max_grad_norm", "0.3"]
+ACCUMULATION = ["--gradient_accumulation_steps", "2"]
+EVALUATION = [
+    *("--eval_strategy", "steps", "--eval_steps", "2", "--eval_on_start", "1", "--load_best_model_at_end", "1"),
+    *("--save_strategy", "steps", "--save_steps", "2"),
+]
+
+
+def start(*command: str, ranks: int = 1) -> subprocess.Popen[str]:
+    launcher = TORCHRUN if ranks == 2 else []
+    without = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED")
+    environ = {name: value for name, value in os.environ.items() if name not in without}
+    environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *launcher, *command], env=environ, **pipes)  # pyright: ignore
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    try:
+        said = process.communicate(timeout=240)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return said
+
+
+def run(*command: str, ranks: int = 1) -> str:
+    return end(start(*command, ranks=ranks))
+
+
+def run_deepspeed(*command: str, ranks: int = 1) -> str:
+    return run("-m", "longshore", "run-deepspeed", *command, ranks=ranks)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
+    return load_file(folder / f"{name}.safetensors")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (found[name].double() - tensor.double()).abs().max()
+        assert difference <= within, f"{name}: {difference:.3g}"
+        assert within > 0 or torch.equal(found[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the weights from which ``from_pretrained`` starts."""
+    folder = tmp_path_factory.mktemp("model")
+    run(str(SCRIPTS / "trainer.py"), *TRAINER, "--max_steps", "1", "--output_dir", str(folder))
+    return str(folder)
+
+
+# -- transformers' Trainer ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of the Trainer with ``deepspeed=``, whose weights are those of the plain Trainer on as many ranks.
+
+    Attributes:
+        within: the largest difference of a weight; 0: none in any bit.
+    """
+
+    ranks: int
+    stage: int
+    arguments: list[str] = field(default_factory=list)
+    within: float = 0.0
+    pretrained: bool = True
+    file: dict[str, Any] = field(default_factory=dict)
+
+    def content(self) -> dict[str, Any]:
+        zero = {"stage": self.stage, "offload_optimizer": {"device": "cpu"}}
+        return {**AUTO, "zero_optimization": zero, "bf16": {"enabled": "auto"}, **self.file}
+
+
+# On two ranks, stages 2 and 3 add a window's backwards after the ranks', and DDP before.
+ROWS = {
+    "1-stage2": Row(1, 2, pretrained=False),
+    "2-stage2": Row(2, 2, pretrained=False),
+    "1-stage1": Row(1, 1),
+    "1-stage3": Row(1, 3),
+    "2-stage1-accumulation": Row(2, 1, ACCUMULATION),
+    "2-stage2-accumulation": Row(2, 2, ACCUMULATION, within=1e-6),
+    "2-stage3": Row(2, 3),
+    "2-stage3-accumulation": Row(2, 3, ACCUMULATION, within=1e-6),
+    "1-stage2-clipping": Row(1, 2, CLIPPING, within=1e-6),
+    "2-stage3-clipping": Row(2, 3, CLIPPING, within=1e-6),
+    "1-stage2-evaluation": Row(1, 2, EVALUATION),
+    "2-stage3-evaluation": Row(2, 3, EVALUATION),
+    "1-stage2-optimizer-in-file": Row(1, 2, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
+    "2-stage3-optimizer-in-file": Row(2, 3, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
+    "1-stage2-lora": Row(1, 2, ["--lora", "1"]),
+    "2-stage3-lora": Row(2, 3, ["--lora", "1"]),
+}
+FAST = {"1-stage2"}
+SLOW = {"2-stage2", "2-stage3", "1-stage2-clipping", "1-stage2-evaluation", "2-stage3-lora"}
+
+
+def marked(name: str) -> Any:
+    marks = [] if name in FAST else [pytest.mark.slow] if name in SLOW else [pytest.mark.full]
+    return pytest.param(ROWS[name], marks=marks, id=name)
+
+
+@pytest.mark.parametrize("row", [*map(marked, ROWS)])
+def test_the_trainer_equals_the_plain_trainer(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(row.content()))
+    start_from = ["--model", request.getfixturevalue("model")] if row.pretrained else []
+    command = [str(SCRIPTS / "trainer.py"), *TRAINER, *start_from, *row.arguments, "--output_dir"]
+    plain = start(*command, str(tmp_path / "plain"), ranks=row.ranks)
+    run_deepspeed(*command, str(tmp_path / "ours"), "--deepspeed", str(file), ranks=row.ranks)
+    end(plain)
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"), row.within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, stage", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(2, 3, marks=pytest.mark.full)]
+)
+def test_the_trainer_resumes(ranks: int, stage: int, tmp_path: Path, model: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(Row(ranks, stage).content()))
+    command = [str(SCRIPTS / "trainer.py"), *TRAINER, "--deepspeed", str(file), "--output_dir", str(tmp_path / "out")]
+    command += ["--save_strategy", "steps", "--save_steps", "2"]
+    run_deepspeed(*command, "--model", model, ranks=ranks)
+    whole = weights(tmp_path / "out")
+    # From other weights, so that a run that does not resume ends elsewhere.
+    run_deepspeed(*command, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2"), ranks=ranks)
+    assert_same(weights(tmp_path / "out"), whole)
