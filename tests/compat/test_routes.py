@@ -157,3 +157,13 @@ def test_the_trainer_resumes(ranks: int, stage: int, tmp_path: Path, model: str)
     # From other weights, so that a run that does not resume ends elsewhere.
     run_deepspeed(*command, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2"), ranks=ranks)
     assert_same(weights(tmp_path / "out"), whole)
+
+
+# -- engines without an optimizer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 3), pytest.param(2, 0, marks=pytest.mark.full)])
+def test_a_reference_model(ranks: int, stage: int) -> None:
+    said = run_deepspeed(str(SCRIPTS / "reference.py"), str(stage), ranks=ranks)
+    assert said.count("as expected") == ranks

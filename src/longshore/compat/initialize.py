@@ -64,8 +64,7 @@ def initialize(
     evaluates = optimizer is None and isinstance(config, Mapping) and not config.get("optimizer")
     if evaluates:
         config, lr_scheduler, model_parameters = for_evaluation(config), None, None
-        # The engine needs an optimizer. This one has a parameter that no model has, so no weight gets state.
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(16))], lr=0.0)
+        optimizer = _never_stepped(model)
     made = own.initialize(
         args,
         model,
@@ -85,6 +84,14 @@ def initialize(
         made.engine.backward = made.engine.step = _without_optimizer
         return made._replace(optimizer=None)
     return made
+
+
+def _never_stepped(model: nn.Module | None) -> Optimizer:
+    """Return the optimizer that an engine needs, for one that never steps, with as little state as there can be."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    trainable = [each for each in parameters if each.requires_grad]
+    least = min(trainable or parameters, key=torch.numel, default=nn.Parameter(torch.zeros(1)))
+    return torch.optim.SGD([least], lr=0.0)
 
 
 def _without_optimizer(*_: Any, **__: Any) -> NoReturn:
