@@ -26,6 +26,10 @@ def test_steps_per_print(capsys: pytest.CaptureFixture[str]) -> None:
         assert engine.steps_per_print() == 2
         train(engine, (loss_of(engine, step) for step in range(5)))
     assert lines(capsys.readouterr().out) == ["step 2, skipped 0, lr 0.002", "step 4, skipped 0, lr 0.002"]
+    with started(file(steps_per_print=float("inf"))) as engine:  # as Accelerate says never
+        assert engine.steps_per_print() is None
+        train(engine, (loss_of(engine, step) for step in range(2)))
+    assert lines(capsys.readouterr().out) == []
 
 
 def test_the_rate_is_that_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:

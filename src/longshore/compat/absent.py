@@ -34,6 +34,11 @@ REFUSED = {
         "use torch.nn and torch.nn.functional; the optimizer's kernels come compiled with longshore",
         "DeepSpeedTransformerConfig DeepSpeedTransformerLayer ops.op_builder ops.transformer",
     ),
+    **_for(
+        "longshore export, inspect and import-deepspeed read checkpoints",
+        "checkpoint.DeepSpeedCheckpoint checkpoint.ZeROCheckpoint checkpoint.constants "
+        "checkpoint.ds_to_universal checkpoint.universal_checkpoint checkpoint.zero_checkpoint",
+    ),
     **_for("longshore does not quantize or compress; leave it out", "compression linear runtime.quantize"),
     **_for(
         "use torch.utils.flop_counter, torch.profiler, or longshore.trace(engine)",
@@ -62,7 +67,6 @@ REFUSED = {
     **_for("optimizers are made by initialize()", "runtime.zero.stage3 runtime.zero.stage_1_and_2"),
     **_for("use torch.cuda.nvtx.range", "utils.instrument_w_nvtx utils.nvtx"),
     "autotuning": "choose batch and bucket sizes yourself",
-    "checkpoint": "longshore export, inspect and import-deepspeed read checkpoints",
     "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT",
     "monitor": "write figures with the logger of your choice after engine.step()",
     "nebula": "save with engine.save_checkpoint(async_save=True)",
