@@ -114,11 +114,8 @@ ROWS = {
     "2-stage3": Row(2, 3),
     "2-stage3-accumulation": Row(2, 3, ACCUMULATION, within=1e-6),
     "1-stage2-clipping": Row(1, 2, CLIPPING, within=1e-6),
-    "2-stage3-clipping": Row(2, 3, CLIPPING, within=1e-6),
     "1-stage2-evaluation": Row(1, 2, EVALUATION),
-    "2-stage3-evaluation": Row(2, 3, EVALUATION),
     "1-stage2-optimizer-in-file": Row(1, 2, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
-    "2-stage3-optimizer-in-file": Row(2, 3, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
     "1-stage2-lora": Row(1, 2, ["--lora", "1"]),
     "2-stage3-lora": Row(2, 3, ["--lora", "1"]),
 }
