@@ -164,3 +164,27 @@ def test_the_trainer_resumes(ranks: int, stage: int, tmp_path: Path, model: str)
 def test_a_reference_model(ranks: int, stage: int) -> None:
     said = run_deepspeed(str(SCRIPTS / "reference.py"), str(stage), ranks=ranks)
     assert said.count("as expected") == ranks
+
+
+# -- Accelerate with a DeepSpeedPlugin ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage, arguments",
+    [
+        pytest.param(2, [], id="stage2"),
+        pytest.param(2, ["--dummies"], id="stage2-dummies"),
+        pytest.param(3, ["--accumulation", "2"], id="stage3-accumulation"),
+        pytest.param(2, ["--state", "STATE"], id="stage2-state"),
+    ],
+)
+def test_accelerate_equals_its_plain_loop(stage: int, arguments: list[str], tmp_path: Path) -> None:
+    def command(name: str) -> list[str]:
+        given = [str(tmp_path / f"state_{name}") if each == "STATE" else each for each in arguments]
+        return [str(SCRIPTS / "accelerated.py"), *given, "--out", str(tmp_path / name)]
+
+    plain = start(*command("plain"))
+    run_deepspeed(*command("ours"), "--deepspeed", str(stage))
+    end(plain)
+    assert_same(torch.load(tmp_path / "ours"), torch.load(tmp_path / "plain"))

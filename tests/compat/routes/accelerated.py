@@ -1,0 +1,89 @@
+"""A loop with Accelerate as its documentation has it; ``--deepspeed STAGE`` adds a DeepSpeedPlugin."""
+
+import argparse
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--deepspeed", type=int, help="a stage")
+parser.add_argument("--accumulation", type=int, default=1)
+parser.add_argument("--clip", type=float, default=1e6, help="no step has such a norm")
+parser.add_argument("--dummies", action="store_true", help="the optimizer and its schedule are in the file")
+parser.add_argument("--state", help="save to this folder half way, train on, load it, and train on again")
+parser.add_argument("--out", required=True)
+args = parser.parse_args()
+
+plugin = None
+if args.deepspeed is not None and args.dummies:
+    optimizer_section = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": args.clip,
+            "zero_optimization": {"stage": args.deepspeed},
+            "optimizer": optimizer_section,
+        }
+    )
+elif args.deepspeed is not None:
+    plugin = DeepSpeedPlugin(
+        zero_stage=args.deepspeed,
+        gradient_accumulation_steps=args.accumulation,
+        gradient_clipping=args.clip,
+        zero3_save_16bit_model=True,
+        zero3_init_flag=False,
+    )
+accelerator = Accelerator(cpu=plugin is None, gradient_accumulation_steps=args.accumulation, deepspeed_plugin=plugin)
+assert plugin is None or accelerator.distributed_type == "DEEPSPEED"
+set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+data = TensorDataset(torch.randn(64, 16), torch.randn(64, 16))
+loader = DataLoader(data, batch_size=4, shuffle=True)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+if plugin is not None and args.dummies:
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.01)
+    schedule = DummyScheduler(optimizer, lr_scheduler_callable=schedule_of)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    schedule = schedule_of(optimizer)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def epoch() -> None:
+    model.train()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and args.clip:
+                accelerator.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+epoch()
+if args.state:
+    accelerator.save_state(args.state)
+    epoch()
+    accelerator.load_state(args.state)
+    set_seed(1)
+epoch()
+model.eval()
+with torch.no_grad():
+    assert torch.isfinite(accelerator.gather(model(torch.ones(2, 16)))).all()
+accelerator.wait_for_everyone()
+weights = accelerator.get_state_dict(model)
+if accelerator.is_main_process:
+    torch.save({name.removeprefix("module."): tensor for name, tensor in weights.items()}, args.out)
+accelerator.end_training()
