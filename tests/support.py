@@ -175,6 +175,12 @@ def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequent
     return nn.Sequential(nn.Linear(19, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 7)).to(dtype)
 
 
+def model_of_sixteens(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Every parameter a multiple of 16 elements, so that torch itself has no scalar tail."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(19, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)).to(dtype)
+
+
 def twins(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[nn.Sequential, nn.Sequential]:
     """Two models with the same weights."""
     return small_model(dtype, seed), small_model(dtype, seed)

@@ -50,7 +50,7 @@ def test_equal(cli, text, tmp_path, monkeypatch):
     places = ("in fp32", "in bf16", *(f"at stage {stage}" for stage in stages))
     where = f"{', '.join(places[:-1])} and {places[-1]}."
     assert f"All weights are equal in every bit: 21 parameters {where}" in " ".join(ran.out.split())
-    assert "(f64 norm) clips by the norm in float64" in " ".join(ran.out.split())
+    assert "(f64 norm) it clips by the norm in float64" in " ".join(ran.out.split())
     clipped = re.search(
         "steps with clipped gradients: " + ", ".join(rf"(\d) of 3 {place}" for place in places), ran.out
     )

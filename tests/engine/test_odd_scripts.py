@@ -174,16 +174,24 @@ def test_bad_batches_may_be_discarded() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_told_once(value: float) -> None:
-    engine = make()
-    try:
-        engine.backward(engine(torch.randn(3, 16)).sum())
-        engine.step()  # warnings are errors here
-        engine.backward(engine(torch.randn(3, 16)).sum() * value)
-        with pytest.warns(UserWarning, match=rf"the loss is -?{value}: as in plain PyTorch"):
-            engine.step()
-        assert engine.was_step_applied()
-        engine.backward(engine(torch.randn(3, 16)).sum() * value)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_losses_that_are_no_numbers_are_told_once(value: float, accumulation: int) -> None:
+    config = longshore.Config(optimizer={"type": "SGD", "lr": 0.0}, gradient_accumulation_steps=accumulation)
+    engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
+
+    def step(factor: float) -> None:
+        """The first backward of the window has a loss with this factor, without gradients that are no numbers."""
+        for place in range(accumulation):
+            loss = engine(torch.randn(3, 16)).sum()
+            engine.backward(loss if place else loss + torch.tensor(factor))
         engine.step()
+
+    try:
+        for factor in (1.0, value, value, 1.0, value, value):  # warnings are errors here
+            step(factor)
+        with pytest.warns(UserWarning, match="the loss was not a finite number in 3 steps in a row"):
+            step(value)
+        assert engine.global_steps == 7
+        step(value)
     finally:
         engine.destroy()

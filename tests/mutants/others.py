@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "edits of states that were handed out are not written back",
         "optim/handed_out.py",
-        "                elif _differs(record, name, copy.values, core):\n",
+        "                elif differs(record, name, copy.values, core):\n",
         "                elif False:\n",
         ("tests/optim/test_edited_state.py",),
     ),
@@ -186,7 +186,7 @@ MUTANTS = [
     ),
     Mutant(
         "a master alone does not count before the first step",
-        "optim/handed_out.py",
+        "optim/state_copy.py",
         "(len(state) == 1 and not record.has_state) or ",
         "",
         ("tests/optim/test_edited_state.py",),

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, simulated, small_model, twins
+from support import (
+    KIND_NAMES,
+    KINDS,
+    Kind,
+    PlainLoop,
+    loss_of,
+    model_of_sixteens,
+    same_weights,
+    simulated,
+    small_model,
+    twins,
+)
 from torch import Tensor, nn
 
 import longshore
@@ -375,7 +386,7 @@ def _trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = No
 
 @pytest.mark.parametrize("through", ["the client", "ours"])
 def test_the_client_is_another_name_of_ours(through: str) -> None:
-    plain_model, model = twins()
+    plain_model, model = (model_of_sixteens() for _ in range(2))
     plain = torch.optim.AdamW(list(plain_model.parameters())[:2], lr=1e-2, fused=True)
     client = torch.optim.AdamW(list(model.parameters())[:2], lr=1e-2)
     groups, group = client.param_groups, client.param_groups[0]
@@ -403,22 +414,97 @@ def test_the_client_is_another_name_of_ours(through: str) -> None:
             copied(client)
 
 
-def test_a_state_that_was_taken_over_is_not_left_to_be_edited() -> None:
-    model = small_model()
-    client = torch.optim.AdamW(model.parameters(), fused=True)
-    _trained(model, client, range(1))
-    weight = next(model.parameters())
-    state = client.state[weight]
+def test_what_scripts_hold_of_a_clients_state() -> None:
+    """Tensors are watched as those of our own state; a saved state_dict(), which shares them, keeps its entries."""
+    plain_model, model = (model_of_sixteens() for _ in range(2))
+    plain, client = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (plain_model, model))
+    for optimizer, its in ((plain, plain_model), (client, model)):
+        _trained(its, optimizer, range(2))
+    saved, everything = client.state_dict(), client.state
+    held = [optimizer.state[next(iter(its.parameters()))] for optimizer, its in ((plain, plain_model), (client, model))]
+    moments = [state["exp_avg"] for state in held]
     ours = converted(client)
-    with pytest.raises(KeyError):
-        state["exp_avg"].zero_()
-    assert client.state[weight]["exp_avg"] is ours.state[weight]["exp_avg"]
+    assert len(saved["state"][0]) == 3 and len(everything) == 0
+    for state, moment in zip(held, moments, strict=True):
+        moment.zero_()
+        state["step"].fill_(7.0)
+    for optimizer, its in ((plain, plain_model), (ours, model)):
+        _trained(its, optimizer, range(2, 4))
+    assert same_weights(plain_model, model)
+    assert torch.equal(*moments) and held[1]["step"] == 9
+
+
+def test_hooks_of_state_dict_do_not_change_what_is_taken_over() -> None:
+    plain_model, model = (model_of_sixteens() for _ in range(2))
+    plain, client = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (plain_model, model))
+    for optimizer, its in ((plain, plain_model), (client, model)):
+        optimizer.register_state_dict_post_hook(lambda _, found: {**found, "state": {}})
+        _trained(its, optimizer, range(2))
+    ours = from_client(client)
+    for optimizer, its in ((plain, plain_model), (ours, model)):
+        _trained(its, optimizer, range(2, 4))
+    assert same_weights(plain_model, model)
+    assert ours.state_dict()["state"] == client.state_dict()["state"] == {}  # the hook is ours now
+
+
+def test_a_scaler_of_the_client_skips_and_divides() -> None:
+    weights = []
+    for taken in (False, True):
+        parameter = nn.Parameter(torch.ones(16))
+        client = torch.optim.SGD([parameter], lr=0.1, fused=True)
+        if taken:
+            from_client(client)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, torch.inf, 1.0):
+            scaler.scale(parameter.sum() * factor).backward()
+            scaler.step(client)
+            scaler.update()
+            client.zero_grad()
+        weights.append(parameter.detach())
+    assert torch.equal(*weights) and weights[0].isfinite().all()
+
+
+def test_odd_clients_are_taken_over() -> None:
+    """A tuple for a list of parameters, a state of a tensor in no group, defaults that a script holds."""
+    model = model_of_sixteens()
+    first, second, *others = model.parameters()
+    client = torch.optim.AdamW([{"params": [first]}, {"params": [second]}], lr=1e-2, fused=True)
+    client.param_groups[1]["params"] = (second,)
+    foreign, defaults = nn.Parameter(torch.ones(3)), client.defaults
+    client.state[foreign]["mine"] = 1
+    ours = from_client(client)
+    assert client.state[foreign] == {"mine": 1}
+    defaults["lr"] = 5.0
+    client.add_param_group({"params": others})
+    assert [group["lr"] for group in ours.param_groups] == [1e-2, 1e-2, 5.0]
+    _trained(model, ours, range(1))
+
+
+def test_tools_take_the_other_name(tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    model = small_model()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ours = from_client(client)
+    longshore.save(tmp_path, model, client)
+    longshore.load(tmp_path, model, client)
+    _, wrapped = Fabric(accelerator="cpu", devices=1).setup(model, client)
+    assert wrapped.param_groups is ours.param_groups
+    schedule = torch.optim.lr_scheduler.ExponentialLR(client, 0.5)
+    config = longshore.Config()
+    engine = longshore.initialize(model=model, optimizer=ours, lr_scheduler=schedule, config=config).engine
+    try:
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        assert [group["lr"] for group in client.param_groups] == [0.5e-2]
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_schedule_of_the_client_sets_the_rate_that_is_stepped(when: str) -> None:
-    plain_model, model = twins()
+    plain_model, model = (model_of_sixteens() for _ in range(2))
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1.0, fused=True)
     client = torch.optim.AdamW(model.parameters(), lr=1.0)
     warmup = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1e-3 * step)
@@ -428,7 +514,7 @@ def test_a_schedule_of_the_client_sets_the_rate_that_is_stepped(when: str) -> No
     _trained(plain_model, plain, range(4), theirs)
     _trained(model, ours, range(4), mine or warmup(client))
     assert same_weights(plain_model, model)
-    assert not same_weights(small_model(), model)
+    assert not same_weights(model_of_sixteens(), model)
 
 
 def test_a_client_of_two_in_a_row_is_a_name_of_the_last() -> None:

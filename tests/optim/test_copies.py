@@ -192,3 +192,45 @@ def test_a_state_of_a_tensor_that_is_in_no_group_is_there_until_a_state_is_loade
     optimizer.state[other] = {"mine": 1}
     optimizer.load_state_dict(optimizer.state_dict())
     assert other not in optimizer.state
+
+
+@WAYS_NAMED
+def test_an_optimizer_without_parameters_and_its_order_are_copied(copied: Any) -> None:
+    model = small_model()
+    first, second, third, *_ = model.parameters()
+    optimizer = longshore.AdamW([first, second, third])
+    assert "step" not in optimizer.state[third]
+    for _ in range(2):
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+    _, other = copied((model, optimizer))
+    places = [
+        [[id(p) for p in each.param_groups[0]["params"]].index(id(key)) for key in each.state]
+        for each in (optimizer, other)
+    ]
+    assert places[0] == places[1] == [2, 0]
+    optimizer.param_groups[0]["params"].clear()
+    moved, other = copied((model, optimizer))
+    assert other.state[next(moved.parameters())]["step"] == 2
+
+
+def test_a_state_that_comes_before_its_parameter() -> None:
+    """Scripts that grow a model set the state of what they add."""
+    found = []
+    for kind, options in ((torch.optim.AdamW, {"fused": True}), (longshore.AdamW, {})):
+        old, new = (nn.Parameter(torch.zeros(16)) for _ in range(2))
+        optimizer = kind([old], lr=0.1, **options)
+        old.grad = torch.ones(16)
+        optimizer.step()
+        optimizer.state[new] = {
+            "step": torch.tensor(5.0),
+            **{name: torch.ones(16) for name in ("exp_avg", "exp_avg_sq")},
+        }
+        optimizer.add_param_group({"params": [new]})
+        new.grad = torch.ones(16)
+        optimizer.step()
+        assert float(optimizer.state[new]["step"]) == 6 and len(optimizer.state) == 2
+        del optimizer.state[new]
+        assert new not in optimizer.state
+        found.append(new.detach())
+    assert torch.equal(*found)

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, simulated, small_model, twins
+from support import (
+    KIND_NAMES,
+    KINDS,
+    Kind,
+    PlainLoop,
+    loss_of,
+    model_of_sixteens,
+    same_weights,
+    simulated,
+    small_model,
+    twins,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -25,12 +36,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtyp
         loss_of(model, step, dtype).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def model_of_sixteens(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    """Every parameter a multiple of 16 elements, so that torch itself has no scalar tail."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(19, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)).to(dtype)
 
 
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)

@@ -23,6 +23,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError, RankError
+from longshore.optim.other_name import stands_for
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.collective_thread import twin_of
@@ -219,6 +220,7 @@ def _world_size() -> int:
 
 
 def _checked(optimizer: Optimizer | None) -> TiledOptimizer | None:
+    optimizer = stands_for(optimizer)
     if optimizer is not None and not isinstance(optimizer, TiledOptimizer):
         raise TypeError(
             f"optimizer must be one of longshore's, not {type(optimizer).__name__}; save others with their state_dict()"

@@ -336,8 +336,8 @@ class _Demo:
         self.say(
             f"All weights are equal in every bit: {len(pairs[0].ours.weights)} parameters "
             f"{', '.join(first)} and {last}.\n"
-            "Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters. The plain run beside ranks (f64 norm) "
-            "clips by the norm in float64 that ranks agree on, not by that of torch's clip_grad_norm_."
+            "Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters. Beside ranks (f64 norm) it clips by the "
+            "norm in float64 that ranks agree on, not by that of torch's clip_grad_norm_."
         )
         return 0
 
@@ -393,9 +393,7 @@ def _fewer_threads() -> Iterator[int]:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return the names whose tensors differ in a bit, or have an element that is not a number."""
-
-    def same(one: Tensor, other: Tensor) -> bool:
-        return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())  # -0.0 equals 0.0
-
-    return [name for name in ours if not same(ours[name], theirs[name])] + sorted(theirs.keys() - ours.keys())
+    """Return the names whose tensors differ in a bit (-0.0 and 0.0 do), or have an element that is not a number."""
+    pairs = ((name, a, theirs[name]) for name, a in ours.items())
+    found = [name for name, a, b in pairs if not (torch.equal(a, b) and torch.equal(a.signbit(), b.signbit()))]
+    return found + sorted(theirs.keys() - ours.keys())

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
+from longshore.optim.other_name import TAKEN_BY, stands_for
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
@@ -72,7 +74,7 @@ def converted(
     as it is, unless it is one of longshore's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    optimizer = vars(optimizer).get(_TAKEN_BY, optimizer)
+    optimizer = stands_for(optimizer)
     client = type(optimizer)
     native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
     kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
@@ -92,20 +94,43 @@ def converted(
             f"weights and takes longer; longshore has kernels for {', '.join(OPTIMIZERS)}",
             stacklevel=2,
         )
-    saved = optimizer.state_dict()
+    saved, outside = _state_of(optimizer)
     if saved["state"]:
         own_groups = [
             {key: value for key, value in _without_flags(group).items() if key != "param_names"}
             for group in saved["param_groups"]
         ]
         made.load_state_dict({**saved, "param_groups": own_groups})
+        if not isinstance(optimizer, TiledOptimizer):
+            made._core.handed_out.adopt(optimizer.state, made._core)
+    for tensor, entries in outside.items():
+        made.state[tensor] = entries
     if isinstance(optimizer, TiledOptimizer):
         optimizer.close()
     return made
 
 
-_TAKEN_BY = "_longshore_optimizer"
-"""Name of the attribute of a user's optimizer in which the one is that took over from it."""
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Return the ``state_dict()`` of an optimizer, without what hooks make of it, and the states of tensors that are in
+    no group, which torch cannot save."""
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    state = optimizer.state
+    outside = {key: state[key] for key in [*state] if isinstance(key, torch.Tensor) and id(key) not in members}
+    hooks = {name: vars(optimizer)[name] for name in _HOOKS}
+    everything = {} if isinstance(optimizer, TiledOptimizer) else dict(state)
+    try:
+        vars(optimizer).update((name, OrderedDict()) for name in _HOOKS)
+        if not isinstance(optimizer, TiledOptimizer):  # ours leaves them out
+            for key in outside:
+                del state[key]
+        return optimizer.state_dict(), outside
+    finally:
+        vars(optimizer).update(hooks)
+        if everything:
+            state.clear()
+            state.update(everything)  # in their order
+
+
 _HOOKS = [
     f"_optimizer_{name}"
     for name in (
@@ -121,24 +146,25 @@ def take_over(client: torch.optim.Optimizer | None, made: TiledOptimizer) -> Non
         return
     for mine, theirs in zip(made.param_groups, client.param_groups, strict=True):
         params, options = theirs["params"], {**mine}
-        params[:] = mine["params"]
+        if isinstance(params, list):
+            params[:] = mine["params"]
+            options["params"] = params
         theirs.clear()
-        theirs.update({**options, "params": params})
+        theirs.update(options)
     made.param_groups = client.param_groups
+    defaults = vars(client)["defaults"]
+    defaults.update(vars(made)["defaults"])
+    vars(made)["defaults"] = defaults
     for name in _HOOKS:  # handles of registered hooks refer to these dictionaries
         hooks = vars(client)[name]
         hooks.update(vars(made)[name])
         vars(made)[name] = hooks
-    before = vars(client).pop(_TAKEN_BY, None)
+    before = vars(client).pop(TAKEN_BY, None)
     if before is not None:
         take_over(before, made)  # who has that one has the new one, too
-    state = vars(client).pop("state", {})
-    for entries in [*state.values()]:
-        if isinstance(entries, dict):
-            entries.clear()  # somebody may have it, and would read or edit what is not the state any more
-    state.clear()
+    vars(client).pop("state", {}).clear()  # somebody may have it, and would read or edit what is not the state any more
     vars(client).pop("step", None)  # a scheduler puts a function there, which would step
-    vars(client)[_TAKEN_BY] = made
+    vars(client)[TAKEN_BY] = made
     if before is None:
         client.__class__ = _other_name_of(type(client))
     remembered: Any = weakref.ref(client)  # it has the new optimizer already
@@ -155,23 +181,25 @@ def _other_name_of(kind: type[Any]) -> type[Any]:
     """Return the class of an optimizer of class ``kind`` that stands for another: all that is public is the other's."""
 
     def step(self: Any, closure: Any = None) -> Any:
-        return vars(self)[_TAKEN_BY].step(closure)
+        return getattr(self, TAKEN_BY).step(closure)
 
     def passed_on(name: str) -> property:
+        # Fabric's wrappers have this class without its attributes, which they look up in the optimizer.
         return property(
-            lambda self: getattr(vars(self)[_TAKEN_BY], name),
-            lambda self, value: setattr(vars(self)[_TAKEN_BY], name, value),
+            lambda self: getattr(getattr(self, TAKEN_BY), name),
+            lambda self, value: setattr(getattr(self, TAKEN_BY), name, value),
         )
 
     step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
     names = {name for name in dir(TiledOptimizer) if not name.startswith("_")}
-    shared = {name: passed_on(name) for name in {*names, "param_groups", "defaults", "_core", *_HOOKS} - {"step"}}
+    names |= {"param_groups", "defaults", "_core", "_step_supports_amp_scaling", *_HOOKS}
+    shared = {name: passed_on(name) for name in names - {"step"}}
     refused = dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), _refuse_copies)
     return type(kind.__name__, (kind,), {**shared, **refused, "step": step, "__module__": kind.__module__})
 
 
 def _refuse_copies(self: Any, *_: Any) -> Any:
-    made = vars(self)[_TAKEN_BY]
+    made = getattr(self, TAKEN_BY)
     raise TypeError(
         f"this {type(self).__name__} was given to longshore, and longshore.{type(made).__name__} took over from it: "
         "copy or pickle that one"

@@ -208,7 +208,7 @@ class Engine(nn.Module):
             finally:
                 self._stepping = False
             self.global_steps += 1
-            window.discards = 0
+            window.end_step()
             self._report(time.perf_counter() - began)
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.schedulers import SCHEDULERS, ScheduleConfig
 from longshore.engine.wording import is_integer, shown
+from longshore.optim.other_name import stands_for
 
 _START = "last_batch_iteration"
 
@@ -212,7 +213,7 @@ def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -
     holders = list(_holders(schedule, set()))
     for holder, name in holders:
         held = getattr(holder, name)
-        if held is not optimizer and held is not client:
+        if stands_for(held) is not optimizer and stands_for(held) is not stands_for(client):
             kind = type(holder).__name__
             way = "build it on the optimizer that is passed as optimizer=, or " if client is not None else ""
             raise ValueError(

@@ -12,6 +12,8 @@ from longshore.engine.config import Config
 from longshore.engine.wording import is_integer
 from longshore.errors import GradientError, LongshoreError
 
+_STEPS_OF_A_LOST_RUN = 3
+"""Steps in a row with a loss that is not finite before a warning: one bad batch may be skipped."""
 _DISCARDS_OF_A_LOOP = 3
 """Discarded windows before a warning: a bad batch is discarded once, but a loop that always discards never trains."""
 
@@ -78,9 +80,9 @@ class Window:
         """Whether the last window of several backwards had a ``step()`` after each of them, or one for all."""
         self._attempts = self.calls = 0
         self._loss: Tensor | None = None
-        """Loss of the last backward, if it was not looked at."""
-        self._said = False
-        """Whether it was said that a loss is not finite."""
+        """Sum of the losses of this window, not a number if one of them is not finite."""
+        self._lost_steps = 0
+        """Steps in a row whose losses were not finite."""
         self.begin()
 
     def begin(self) -> None:
@@ -97,6 +99,7 @@ class Window:
         """The error of a backward that raised."""
         self.scaled = False
         """Whether the user asked for the loss scale, for a ``loss.backward()`` of their own."""
+        self._loss = None
         self._raw = False
         """Whether gradients arrived outside of ``engine.backward()``."""
         self._arrived = 0
@@ -130,7 +133,9 @@ class Window:
 
     def end_backward(self, loss: Tensor, arrived: int, succeeded: bool) -> None:
         """Count an ``engine.backward()``, after which ``arrived`` gradients have arrived in this window."""
-        self._loss = loss.detach() if type(loss) is Tensor and not self._said else None  # a DTensor would communicate
+        if type(loss) is Tensor:  # a DTensor would communicate
+            value = loss.detach().reshape(()).float()
+            self._loss = value if self._loss is None else value + (self._loss - self._loss)
         self._arrived = arrived
         self._attempts += 1
         self.backwards += succeeded
@@ -159,18 +164,18 @@ class Window:
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if due and self._loss is not None:
-            self._check_loss(self._loss)
+            # Before a step this waits for nothing: the step needs gradients.
+            self._lost_steps = 0 if math.isfinite(self._loss.item()) else self._lost_steps + 1
         return due
 
-    def _check_loss(self, loss: Tensor) -> None:
-        """Warn once of a loss that is not finite. Before a step this waits for nothing: the step needs gradients."""
-        self._loss, value = None, loss.item()
-        if not math.isfinite(value):
-            self._said = True
+    def end_step(self) -> None:
+        """Note that a step was due, and is over; warn once in a run of steps whose losses are not finite."""
+        self.discards = 0
+        if self._lost_steps == _STEPS_OF_A_LOST_RUN:
             warnings.warn(
-                f"the loss is {value}: as in plain PyTorch, what this step reaches is not a number from then on (with "
-                "dynamic loss scaling every such step is skipped), and training does not recover. Look for the cause "
-                "with torch.autograd.set_detect_anomaly(True), or go back to a checkpoint",
+                f"the loss was not a finite number in {self._lost_steps} steps in a row. Their gradients are stepped "
+                "as in plain PyTorch (with dynamic loss scaling, skipped), and training does not recover: look for the "
+                "cause with torch.autograd.set_detect_anomaly(True), and go back to a checkpoint from before",
                 stacklevel=4,
             )
 

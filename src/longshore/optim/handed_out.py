@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import like
-from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
-from longshore.optim.state_copy import StateCopy, in_order_of, is_plain
+from longshore.optim.state import StateOwner, checked_state, clear_state
+from longshore.optim.state_copy import (
+    StateCopy,
+    differs,
+    in_order_of,
+    is_plain,
+    numbers_of,
+    read_state,
+    write_edits,
+)
 from longshore.tiles import MASTER
 
 _LEAST_BYTES = 1 << 26
@@ -67,6 +74,14 @@ class HandedOut:
             parameter, state = self.unplaced.pop(key)
             StateMap(core)[parameter] = state
 
+    def adopt(self, state: Mapping[Any, Any], core: StateOwner) -> None:
+        """Watch the tensors of another optimizer whose state, which was loaded, is this one's now: scripts may have
+        them."""
+        for record in core.records:
+            for name, value in state.get(record.parameter, {}).items():
+                if name in core.family.entries and is_plain(value, record, single=name in numbers_of(record)):
+                    self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)
+
     def forget(self, record: ParameterRecord) -> None:
         """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
         for kept in (self.copies, self.assigned, self.entries, self.touched):
@@ -79,18 +94,18 @@ class HandedOut:
         copy = self.copies.get(id(record.parameter), {}).get(name)
         if copy is None:
             self._make_room(record, core)
-            values = _read(record, name, core)
-            memory = values if name in _numbers(record) else in_order_of(record.kept.detach(), values)
+            values = read_state(record, name, core)
+            memory = values if name in numbers_of(record) else in_order_of(record.kept.detach(), values)
         else:
             if copy.checksum is not None:
                 copy.check_unedited(record, name)
-                copy.update(_read(record, name, core))
+                copy.update(read_state(record, name, core))
                 copy.checksum = None
             handed = copy.handed()
             if handed is not None:
                 return handed
             memory = copy.memory
-        if name in _numbers(record):
+        if name in numbers_of(record):
             handed = memory.view(())
         else:
             handed = like(record.parameter, memory.detach()) if record.keeps_shard else memory.detach()
@@ -114,10 +129,10 @@ class HandedOut:
         """
         for key in list(self.assigned):
             record, assigned = core.by_id[key], self.assigned[key]
-            _write(record, checked_state(record, assigned, core.family), core)
+            write_edits(record, checked_state(record, assigned, core.family), core)
             del self.assigned[key]
             for name, value in assigned.items():
-                if is_plain(value, record) and name not in _numbers(record):
+                if is_plain(value, record) and name not in numbers_of(record):
                     # As in torch, the tensor is the state now.
                     self.copies.setdefault(key, {})[name] = StateCopy(value.detach(), value)
         for key in list(self.copies):
@@ -125,8 +140,8 @@ class HandedOut:
             for name, copy in list(copies.items()):
                 if copy.checksum is not None:
                     copy.check_unedited(record, name)
-                elif _differs(record, name, copy.values, core):
-                    _write(record, {name: copy.values}, core)
+                elif differs(record, name, copy.values, core):
+                    write_edits(record, {name: copy.values}, core)
                 if not copy.in_use:
                     del copies[name]
             if not copies:
@@ -142,50 +157,10 @@ class HandedOut:
                     del copies[name]  # it would be handed out again, with the values before the step
                 elif copy.checksum is not None:
                     continue
-                elif name in _numbers(record) or core.store.local is core.store:
-                    copy.update(_read(record, name, core))
+                elif name in numbers_of(record) or core.store.local is core.store:
+                    copy.update(read_state(record, name, core))
                 else:
                     copy.checksum = copy.compute_checksum()
-
-
-def _numbers(record: ParameterRecord) -> dict[str, float]:
-    return {"step": float(record.history.step), **dict(record.history.scalars)}
-
-
-def _read(record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
-    """Return a state, flat: float32, on the CPU."""
-    numbers = _numbers(record)
-    if name in numbers:
-        return torch.tensor([numbers[name]], dtype=torch.float32, device="cpu")
-    return core.store.read_state(record.index, name)
-
-
-def _differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> bool:
-    if name in _numbers(record):
-        return not torch.equal(values.view(torch.int32), _read(record, name, core).view(torch.int32))
-    return core.store.differs(record.index, name, values)
-
-
-def _write(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
-    state |= checked_state(record, {key: state[key] for key in state.keys() & _numbers(record)}, core.family)
-    # Before the first step, a master alone is meant; one in a whole state came from another parameter.
-    meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, core))
-    master = state[MASTER] if meant else None
-    if master is not None and record.held.numel() != master.numel():
-        raise ParameterError(
-            f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
-            "parameter: use longshore.utils.safe_set_full_fp32_param()"
-        )
-    write_state(record, core, state)
-    if master is not None:
-        record.publish_values(master)  # the master is the parameter with more digits: whoever edits it means both
-
-
-def _written(record: ParameterRecord, core: StateOwner) -> bool:
-    """Return whether somebody wrote the parameter, which then counts (law 10)."""
-    if not record.changed or not record.has_state or core.store.local is not core.store:  # ranks have to decide alike
-        return record.changed
-    return record.has_master and core.store.count_differing(record.index, record.values()) > 0
 
 
 class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore[reportGeneralTypeIssues]
@@ -321,7 +296,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         states = self._core.handed_out.states
         found = states.get(id(key))
         if found is None:
-            if id(key) not in self._core.by_id:
+            if id(key) not in self._core.by_id and not self._core.empty:
                 self._core.members()  # takes up parameters that were put into the groups
             if id(key) in self._core.handed_out.unplaced:
                 return self._core.handed_out.unplaced[id(key)][1]
@@ -344,7 +319,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if id(key) not in self._core.by_id:
             # Scripts that replace a parameter set its state before or after they put it into its group.
             self._core.handed_out.unplaced[id(key)] = key, dict(state)
-            self._core.members()
+            if not self._core.empty:
+                self._core.members()
             return
         record, entries = self._record(key), dict(state)
         self.pop(key, None)

@@ -24,6 +24,9 @@ class StateOwner(Protocol):
     handed_out: Any  # HandedOut
 
     @property
+    def empty(self) -> bool: ...
+
+    @property
     def store(self) -> ParameterStore: ...
 
     @property

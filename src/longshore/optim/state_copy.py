@@ -1,4 +1,4 @@
-"""Copies of states that users have."""
+"""Copies of states that users have, and how they are compared with the state and written to it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import flat, is_sharded
+from longshore.optim.state import StateOwner, checked_state, write_state
+from longshore.tiles import MASTER
 
 
 def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
@@ -23,13 +25,13 @@ def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=values.dtype, device=values.device, requires_grad=False).copy_(shaped)
 
 
-def is_plain(value: Any, record: ParameterRecord) -> bool:
-    """Return whether a tensor can be watched as it is."""
+def is_plain(value: Any, record: ParameterRecord, single: bool = False) -> bool:
+    """Return whether a tensor can be watched as it is; ``single``: it is a number."""
     return (
         type(value) is Tensor
         and value.device.type == "cpu"
         and value.dtype == torch.float32
-        and value.shape == record.kept.shape
+        and value.shape == (() if single else record.kept.shape)
         and value.is_contiguous()
         and not value.is_neg()
     )
@@ -74,3 +76,43 @@ class StateCopy:
 
     def compute_checksum(self) -> int:
         return zlib.crc32(self.memory.numpy().tobytes())
+
+
+def numbers_of(record: ParameterRecord) -> dict[str, float]:
+    return {"step": float(record.history.step), **dict(record.history.scalars)}
+
+
+def read_state(record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
+    """Return a state, flat: float32, on the CPU."""
+    numbers = numbers_of(record)
+    if name in numbers:
+        return torch.tensor([numbers[name]], dtype=torch.float32, device="cpu")
+    return core.store.read_state(record.index, name)
+
+
+def differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> bool:
+    if name in numbers_of(record):
+        return not torch.equal(values.view(torch.int32), read_state(record, name, core).view(torch.int32))
+    return core.store.differs(record.index, name, values)
+
+
+def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
+    state |= checked_state(record, {key: state[key] for key in state.keys() & numbers_of(record)}, core.family)
+    # Before the first step, a master alone is meant; one in a whole state came from another parameter.
+    meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, core))
+    master = state[MASTER] if meant else None
+    if master is not None and record.held.numel() != master.numel():
+        raise ParameterError(
+            f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
+            "parameter: use longshore.utils.safe_set_full_fp32_param()"
+        )
+    write_state(record, core, state)
+    if master is not None:
+        record.publish_values(master)  # the master is the parameter with more digits: whoever edits it means both
+
+
+def _written(record: ParameterRecord, core: StateOwner) -> bool:
+    """Return whether somebody wrote the parameter, which then counts (law 10)."""
+    if not record.changed or not record.has_state or core.store.local is not core.store:  # ranks have to decide alike
+        return record.changed
+    return record.has_master and core.store.count_differing(record.index, record.values()) > 0

@@ -76,6 +76,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._core.handed_out.place(self._core)
 
     # -- the step -------------------------------------------------------------
 
@@ -326,6 +327,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                 write_state(record, core, checked_state(record, entries, core.family))
             else:  # a key of the user's, or a parameter that was taken out of its group
                 self.state[key] = entries
+        core.handed_out.touched = {id(key): True for key in state["state"] if id(key) in core.by_id}
 
     def __copy__(self) -> TiledOptimizer:
         raise TypeError("copy.copy would give two optimizers one state, which only one would step: use copy.deepcopy")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from longshore.checkpoint.files import replace_file
 from longshore.errors import LongshoreError
+from longshore.optim.other_name import stands_for
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import Ranges, Recorder
 from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
@@ -235,7 +236,7 @@ def _record(optimizer: TiledOptimizer, recorder: Recorder, begin: bool) -> None:
 
 
 def _optimizer_of(engine_or_optimizer: Any, caller: str) -> TiledOptimizer:
-    optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
+    optimizer = stands_for(getattr(engine_or_optimizer, "optimizer", engine_or_optimizer))
     if not isinstance(optimizer, TiledOptimizer):
         found = type(engine_or_optimizer)
         raise TypeError(

@@ -1,0 +1,13 @@
+"""Optimizers of users that stand for one of ours, which took over from them (see ``engine/client.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TAKEN_BY = "_longshore_optimizer"
+"""Name of the attribute of a user's optimizer in which the one is that took over from it."""
+
+
+def stands_for(optimizer: Any) -> Any:
+    """Return the optimizer that took over from this one; this one if none did."""
+    return getattr(optimizer, "__dict__", {}).get(TAKEN_BY, optimizer)
