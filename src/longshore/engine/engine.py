@@ -208,10 +208,10 @@ class Engine(nn.Module):
             finally:
                 self._stepping = False
             self.global_steps += 1
-            window.end_step()
             self._report(time.perf_counter() - began)
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            window.end_step()
 
     def _timing(self, part: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +143,7 @@ class Weights:
             _broadcast(tensor, ranks)
 
     @torch.no_grad()
-    def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
+    def fill(self, sharded: FullyShardedModel, former: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Fill each rank's shards, whose memory is allocated; all ranks have to call. ``former`` has the parameters
         before the model was sharded, by name; their memory is freed one by one."""
         for name, parameter in sharded.model.named_parameters():
