@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,8 @@ class Outcome:
     uneven: bool = False
     """Whether a statement failed on some ranks alone since the last step: the next meeting may find ranks apart."""
     over: bool = False
-    """Whether one rank alone was refused after an error on one rank alone: its windows may not be the others' then."""
+    """Whether ranks went apart for good: one alone was refused after an error on one alone, or one alone did not come
+    to a backward, in which others wait for it. Here all end each statement together, so it would not come."""
     incomplete: bool = False
     """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
 
@@ -74,12 +76,11 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
             for place, statement in enumerate(program):
                 found = _statement(place, statement, ours, plain, outcome)
                 last = place == len(program) - 1
-                if outcome.over:
-                    break
                 alone = len(gathered(None)) == 1  # ranks read states together
-                found = found or _compared(place, ours, plain, (compare_states and alone) or last)
+                if not outcome.over:
+                    found = found or _compared(place, ours, plain, (compare_states and alone) or last)
                 outcome.finding = next((each for each in gathered(found) if each is not None), None)
-                if outcome.finding is not None:
+                if outcome.finding is not None or outcome.over:
                     break
         finally:
             ours.end()
@@ -92,12 +93,16 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
     refused = gathered(None if failure is None else refusal_of(failure, ours.kind, outcome.uneven))
     apart = outcome.uneven
     outcome.uneven |= any(failed) and not all(failed)
+    waiting = not all(failed) and any(each in statement for each in ("backward(", "raw("))
+    outcome.over = waiting and any(gathered(failure is not None and not _in_backward(failure)))
     if any(refused):
         outcome.uneven = False
         # Nothing happened, so the plain side does nothing either. Both discard the window.
         outcome.refused.update([next(filter(None, refused))])
-        outcome.over = not all(refused) and apart
-        if not all(refused) and not apart:
+        outcome.over |= not all(refused) and apart
+        if outcome.over:
+            return None
+        if not all(refused):
             return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
@@ -118,6 +123,10 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         kind = f"longshore raises {type(failure).__name__}, plain PyTorch {type(expected).__name__}"
         return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
     return None
+
+
+def _in_backward(failure: BaseException) -> bool:
+    return any(frame.f_code.co_name == "backward" for frame, _ in traceback.walk_tb(failure.__traceback__))
 
 
 def _raised_by(statement: str, world: World) -> BaseException | None:
