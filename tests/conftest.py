@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +33,16 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _takes_ctrl_c() -> Iterator[None]:
+    """A test that leaves another handler of Ctrl-C behind fails, and not one that comes later."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert after is before is signal.default_int_handler, after
 
 
 @pytest.fixture(autouse=True, scope="module")

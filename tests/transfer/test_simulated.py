@@ -212,8 +212,10 @@ def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_failed_copy_is_reported_and_the_stream_goes_on(transfer: SimulatedTransfer) -> None:
-    failed = transfer.copy_to_host(torch.ones(3), torch.zeros(2), None, None)
+    gate = SimulatedCopy(torch.ones(1), torch.ones(1))  # until both are enqueued, neither is known to fail
+    failed = transfer.copy_to_host(torch.ones(3), torch.zeros(2), None, gate)
     later = up(transfer, torch.ones(3))
+    gate.finish(None)
     later.wait()
     assert failed.done()
     with pytest.raises(RuntimeError, match="size"):
