@@ -120,7 +120,7 @@ ROWS = {
     "2-stage3-lora": Row(2, 3, ["--lora", "1"]),
 }
 FAST = {"1-stage2"}
-SLOW = {"2-stage3"}
+SLOW = {"1-stage3"}
 
 
 def marked(name: str) -> Any:
