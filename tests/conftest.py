@@ -35,14 +35,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+# A shell's background jobs ignore Ctrl-C, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def _takes_ctrl_c() -> Iterator[None]:
     """A test that leaves another handler of Ctrl-C behind fails, and not one that comes later."""
-    before = signal.getsignal(signal.SIGINT)
     yield
-    after = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert after is before is signal.default_int_handler, after
+    after = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert after is signal.default_int_handler, after
 
 
 @pytest.fixture(autouse=True, scope="module")
