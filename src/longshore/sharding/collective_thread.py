@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action, explain_difference
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.unfinished import let_go
 from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
@@ -105,6 +105,8 @@ class CollectiveThread:
         self._meeting: _Meeting | None = None
         self._latest: Any = None
         """Handle of the last exchange of rows that began."""
+        self._of_latest: tuple[Tensor, ...] = ()
+        """The tensors of that exchange."""
         self._last_met = "when the engine was made"
         self._last_action = Action.STEP
         self.notes: list[list[int]] = []
@@ -181,12 +183,10 @@ class CollectiveThread:
             self._shared.close()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
+            # After an error no other rank comes to the last meeting, and the group's threads wait until its timeout.
+            let_go((self.group, self._of_latest), self._latest)
             # This is usually the last reference: the group's threads and sockets end now, not at a garbage collection.
-            last, self.group = [self.group], None
-            if self._latest is not None and not self._latest.is_completed():
-                # After an error no other rank comes to that meeting, and its thread waits until the group's timeout.
-                threading.Thread(target=last.clear, name="longshore-closing", daemon=True).start()
-            self._latest = None
+            self.group = self._latest = None
 
     # -- meetings, from jobs --------------------------------------------------
 
@@ -296,6 +296,7 @@ class CollectiveThread:
         rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
         with self._communicating():
             self._latest = gather(rows, mine.reshape(-1), group=self.group, async_op=True)
+            self._of_latest = rows, mine
         return rows, self._latest
 
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:

@@ -1,0 +1,42 @@
+"""A rank that closes while a collective is under way, and ends: not by SIGABRT, whenever the others end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_RANK = """
+import os, sys, time, torch
+import torch.distributed as dist
+from longshore.sharding.agreement import Action
+from longshore.sharding.collective_thread import CollectiveThread
+
+rank, delay_s = int(sys.argv[1]), float(sys.argv[3])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+thread = CollectiveThread(dist.new_group(), torch.device("cpu"), limit_bytes=1)
+thread.run(lambda: thread.meet(Action.STEP, 0, 0))
+if rank == 1:
+    thread.begin(Action.STEP, 1, 0)
+    thread.close()
+else:
+    time.sleep(delay_s)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _RANK]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), str(delay_s)], env=environ, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    said = [each.communicate(timeout=60)[1].decode() for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], said
