@@ -126,7 +126,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[An
         return optimizer.state_dict(), outside
     finally:
         vars(optimizer).update(hooks)
-        if everything:
+        if outside and everything:
             state.clear()
             state.update(everything)  # in their order
 

@@ -135,7 +135,9 @@ class Window:
         """Count an ``engine.backward()``, after which ``arrived`` gradients have arrived in this window."""
         if type(loss) is Tensor:  # a DTensor would communicate
             value = loss.detach().reshape(()).float()
-            self._loss = value if self._loss is None else value + (self._loss - self._loss)
+            if self._loss is not None:
+                value = value + (self._loss - self._loss).to(value.device)
+            self._loss = value
         self._arrived = arrived
         self._attempts += 1
         self.backwards += succeeded

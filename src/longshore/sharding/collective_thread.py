@@ -186,7 +186,7 @@ class CollectiveThread:
             # After an error no other rank comes to the last meeting, and the group's threads wait until its timeout.
             let_go((self.group, self._of_latest), self._latest)
             # This is usually the last reference: the group's threads and sockets end now, not at a garbage collection.
-            self.group = self._latest = None
+            self.group, self._latest, self._of_latest = None, None, ()
 
     # -- meetings, from jobs --------------------------------------------------
 
