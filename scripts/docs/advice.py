@@ -99,7 +99,7 @@ BY_FAMILY = [
     (r"is damaged|no regular file|is nested deeper than|no manifest|which «.*» names|names twice", _DAMAGED),
     (
         r"^ConfigError: must be (a )?JSON",
-        "Write one JSON object in UTF-8: names and strings in double quotes, no comments, no comma after the last.",
+        "Write one JSON object in UTF-8: names and strings in double quotes. Comments are fine.",
     ),
     (r"^WrongValueError", "Write such a value; [the list of keys](deepspeed_config.md) says what each key takes."),
     (r"^ValueError: speculation_memory", 'Give `"auto"`, `"25%"`, `"8GiB"` or an integer number of bytes.'),

@@ -97,6 +97,11 @@ VARIABLES = {
         "whom they wait.",
         "tests/optim/test_hostile_use.py",
     ),
+    "LONGSHORE_UNKNOWN_KEYS": (
+        "`warn`: unknown keys at the top level of a DeepSpeed file are ignored with a warning, as DeepSpeed "
+        "ignores them without one; in sections they stay errors, as there. Default: `error`.",
+        "tests/engine/config/test_conversions.py",
+    ),
 }
 """Environment variables; ``test_pages.py`` compares them with those that the source reads."""
 

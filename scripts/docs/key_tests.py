@@ -8,6 +8,9 @@ _KEYS = {
         "train_micro_batch_size_per_gpu",
     ),
     "tests/engine/test_windows.py::test_gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "tests/engine/test_windows.py::test_every_step_applies_without_managed_accumulation": (
+        "managed_gradient_accumulation",
+    ),
     "tests/engine/test_initialize.py::test_drop_last": ("dataloader_drop_last",),
     "tests/engine/test_clipping.py::test_coefficient": ("gradient_clipping",),
     "tests/engine/test_reduction.py::test_prescale_gradients": ("prescale_gradients",),

@@ -30,8 +30,14 @@ translated into a `Config`; every key of it is in one of three classes:
 - **refused**: longshore does not do it. The value that switches it off is fine, any other is an error that says what
   to do.
 
-Unknown keys are errors with the nearest known one, and all problems of a file are reported at once. `null` means that
-the key is left out, except where a line says otherwise. `true` and `"5"` are not numbers, and 5e8 is an integer.
+Unknown keys are errors with the nearest known one, and all problems of a file are reported at once. For a file with
+keys of other programs, `LONGSHORE_UNKNOWN_KEYS=warn` in the environment makes unknown keys at its top level warnings;
+they are ignored then. `null` means that the key is left out, except where a line says otherwise.
+
+What DeepSpeed converts is converted, with one warning that lists such keys
+(`tests/engine/config/test_conversions.py`): 0, 1, `"true"`, `"off"` and the like to true and false, and `"5"` or
+`"1e-4"` to numbers. 5e8 is an integer; `true` is not a number. Comments (`//`, `#`, `/* */`) and a comma after the last
+entry are read over, with a warning.
 The keys are those of DeepSpeed 0.19 with the older names that files still have.
 
 **`"auto"`** is for the program that fills a file in: `load_config(..., auto={{"optimizer.params.lr": 1e-4}})` resolves

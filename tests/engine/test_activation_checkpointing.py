@@ -273,16 +273,24 @@ def test_configure_takes_what_people_give_it(tmp_path: Path) -> None:
     assert set(USERS_SECTION) == {name for section, name in KEYS if section == "activation_checkpointing"}
 
 
+def test_configure_converts_what_files_have() -> None:
+    with pytest.warns(UserWarning, match=r"cpu_checkpointing = 'false' \(str\) is read as False"):
+        configure(None, {"activation_checkpointing": {"cpu_checkpointing": "false"}})
+    assert not is_on_host()
+    with pytest.warns(UserWarning, match=r"number_checkpoints = '4' \(str\) is read as 4"):
+        configure(None, {"activation_checkpointing": {"number_checkpoints": "4"}})
+
+
 def test_configure_refuses_all_at_once_and_keeps_what_was() -> None:
     configure(checkpoint_in_cpu=True)
-    section: Any = {"cpu_checkpoint": True, "partition_activations": 1, "number_checkpoints": -1}
+    section: Any = {"cpu_checkpoint": True, "partition_activations": 2, "number_checkpoints": -1}
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - each part is looked for below
-        configure(None, {"activation_checkpointing": section}, profile="yes")  # type: ignore[arg-type]
+        configure(None, {"activation_checkpointing": section}, profile="loud")  # type: ignore[arg-type]
     for part in (
         "activation_checkpointing.cpu_checkpoint = True (bool): is not known; did you mean 'cpu_checkpointing'?",
-        "activation_checkpointing.partition_activations = 1 (int): must be true or false",
+        "activation_checkpointing.partition_activations = 2 (int): must be true or false",
         "activation_checkpointing.number_checkpoints = -1 (int): must be an integer of at least 0",
-        "activation_checkpointing.profile = 'yes' (str): must be true or false",
+        "activation_checkpointing.profile = 'loud' (str): must be true or false",
     ):
         assert part in str(caught.value)
     assert is_on_host()

@@ -71,6 +71,49 @@ def test_gradient_accumulation_steps(two: Twins) -> None:
     assert engine.gradient_accumulation_steps() == 2
 
 
+@pytest.fixture
+def unmanaged() -> Iterator[Twins]:
+    """Every step applies, and losses are divided by two."""
+    with started(file(gradient_accumulation_steps=2, managed_gradient_accumulation=False)) as engine:
+        yield Twins(engine)
+
+
+def test_every_step_applies_without_managed_accumulation(unmanaged: Twins) -> None:
+    engine = unmanaged.engine
+    for window, batches in enumerate(((0,), (1, 2), (3, 4, 5))):
+        unmanaged.backward(*batches)
+        assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == window + 1
+        unmanaged.plain(*batches, divisor=2)
+        unmanaged.check(window)
+    engine.step()  # without a backward
+    assert not engine.was_step_applied() and engine.global_steps == 3
+    unmanaged.check()
+    assert engine.gradient_accumulation_steps() == 2 and not engine.in_window
+
+
+def test_a_loop_of_the_users_own_without_managed_accumulation(unmanaged: Twins) -> None:
+    for number in (0, 1):
+        loss_of(unmanaged.engine, number).backward()
+    unmanaged.engine.step()
+    unmanaged.plain(0, 1, divisor=1)
+    unmanaged.check()
+    with pytest.raises(LongshoreError, match="with managed_gradient_accumulation false, every step"):
+        unmanaged.engine.set_gradient_accumulation_boundary(True)
+    for number in range(4):
+        unmanaged.backward(number)
+        unmanaged.engine.zero_grad()  # no warning about a window that was not full
+    unmanaged.check()
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_two_ranks_without_managed_accumulation(two_ranks: Ranks, stage: int) -> None:
+    two_ranks(window_cases.unmanaged, stage)
+
+
 def test_more_backwards_than_were_announced_are_all_applied(two: Twins) -> None:
     two.backward(0, 1, 2)
     assert two.engine.is_gradient_accumulation_boundary()

@@ -10,7 +10,7 @@ from support import loss_of, whole
 
 from engine.failure_cases import OPTIONS, make_engine
 from engine.files import started
-from engine.scenarios import HEADS, Backward, Oracle, Scenario, _mean, _sum, inputs
+from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, _mean, _sum, inputs
 
 
 def batch_numbers(config: dict[str, Any]) -> dict[str, Any]:
@@ -96,3 +96,18 @@ def an_empty_parameter_of_one_rank(stage: int) -> int:
         assert engine.was_step_applied()
     engine.optimizer.close()
     return engine.global_steps
+
+
+def unmanaged(stage: int) -> None:
+    """Windows of one, two and three backwards: the plain loop's weights, in which stages 0 and 1 reduce at the step."""
+    engine = make_engine(stage, micro_batch_size=1, gradient_accumulation_steps=2, managed_accumulation=False)
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    for step, count in enumerate((1, 2, 3)):
+        for number in range(count):
+            engine.backward(engine(inputs(step, 10 * number, dist.get_rank(), torch.float32), HEADS))
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == step + 1
+        oracle.loop.step(oracle.gradients(Window(tuple(Backward() for _ in range(count))), step, 2))
+        for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)
+    engine.optimizer.close()

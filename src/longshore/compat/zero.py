@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.engine import Config, Init
+from longshore.engine.config.values import kind_in
 from longshore.engine.gathering import comes_in_shards, gather
 from longshore.engine.model_sharding import units_with_leaves
 
@@ -259,4 +260,10 @@ def _stage_and_policy(config: Any) -> tuple[Any, Any]:
     zero, own = config.get("zero_optimization"), config.get("longshore")
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     policy = own.get("wrap_policy", "auto") if isinstance(own, Mapping) else "auto"
-    return stage, policy
+    return _as_read("stage", stage), _as_read("wrap_policy", policy)
+
+
+def _as_read(field: str, value: Any) -> Any:
+    """Return a file's value as the engine reads it; None if it is illegal, which initialize() reports."""
+    kind = kind_in(Config.model_fields[field].metadata)
+    return kind.converted(value) if (read := kind.read(value)) is None else read

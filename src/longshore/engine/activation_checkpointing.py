@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,14 @@ def configure(
     }
     settings = {**section, **{name: value for name, value in arguments.items() if value is not None}}
     problems = ""
-    for name, value in settings.items():
+    for name, value in [*settings.items()]:
         try:
             if name not in _KEYS:
                 raise WrongValueError(f"is not known; {did_you_mean(name, _KEYS)}")
-            if value is not None:
+            if value is not None and (read := _KEYS[name].kind.converted(value)) is not None:
+                settings[name] = read
+                warnings.warn(f"{_SECTION}.{name} = {shown(value)} is read as {read}; write it so", stacklevel=2)
+            elif value is not None:
                 _KEYS[name].kind.check(value)
         except WrongValueError as error:
             problems += f"\n  {_SECTION}.{name} = {shown(value)}: {error}"

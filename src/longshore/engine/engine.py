@@ -59,7 +59,7 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._window = Window(BatchSizes.of(config))
+        self._window = Window(BatchSizes.of(config), config.managed_accumulation)
         self._applied = False
         self._norm: Tensor | None = None
         # Change with every call.
@@ -270,9 +270,7 @@ class Engine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Declare whether the next ``step()`` applies, until declared otherwise; None: count backwards again."""
-        if is_boundary is not None and not isinstance(is_boundary, bool):
-            raise TypeError(f"a boundary is True, False or None, not {is_boundary!r}")
-        self._window.boundary = is_boundary
+        self._window.declare(is_boundary)
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of backwards per step, which decides when ``step()`` is due."""

@@ -70,8 +70,10 @@ class BatchSizes:
 class Window:
     """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded."""
 
-    def __init__(self, sizes: BatchSizes) -> None:
+    def __init__(self, sizes: BatchSizes, managed: bool = True) -> None:
         self.sizes = sizes
+        self.managed = managed
+        """Whether backwards are counted; otherwise every ``step()`` is due."""
         self.boundary: bool | None = None
         """The boundary that the user declared last; None: none was declared, so backwards are counted."""
         self.discards = 0
@@ -108,22 +110,39 @@ class Window:
     @property
     def open(self) -> bool:
         """Whether anything was called since the last window ended that says when its step is due."""
-        counts = self.boundary is None and self.sizes.accumulation_steps > 1
+        counts = self.managed and self.boundary is None and self.sizes.accumulation_steps > 1
         return self.failed is not None or self.backwards > 0 or (counts and self.calls > 0)
 
     # -- backwards ------------------------------------------------------------
 
     def next_is_last(self) -> bool:
         """Return whether the backward that is about to begin is the last of the window, as far as is known."""
-        if self.boundary is not None:
-            return self.boundary
+        if self.boundary is not None or not self.managed:
+            return bool(self.boundary)
         return max(self.calls, self.backwards) + 1 >= self.sizes.accumulation_steps
 
     def at_boundary(self) -> bool:
-        """Return whether the backward that is under way, or has just ended, is the last of the window."""
-        if self.boundary is not None:
-            return self.boundary
+        """Return whether the backward that is under way, or has just ended, is the last of the window, as far as is
+        known."""
+        if self.boundary is not None or not self.managed:
+            return bool(self.boundary)
         return max(self.calls + 1, self.backwards) >= self.sizes.accumulation_steps
+
+    def declare(self, is_boundary: bool | None) -> None:
+        """Declare whether the next ``step()`` is due, until declared otherwise; None: count backwards again.
+
+        Raises:
+            TypeError: ``is_boundary`` is something else.
+            LongshoreError: every ``step()`` is due, as ``managed_accumulation`` is False.
+        """
+        if is_boundary is not None and not isinstance(is_boundary, bool):
+            raise TypeError(f"a boundary is True, False or None, not {is_boundary!r}")
+        if not self.managed:
+            raise LongshoreError(
+                "with managed_gradient_accumulation false, every step() applies, and no boundary can be declared; "
+                "leave the call out, or set it to true"
+            )
+        self.boundary = is_boundary
 
     def has_raw(self, arrived: int) -> bool:
         """Return whether some of the ``arrived`` gradients of this window came from a ``loss.backward()``. Call it
@@ -155,7 +174,7 @@ class Window:
         """
         if self.failed is not None:
             after_each = self.calls + 1 >= self._attempts if self._attempts > 1 else self._steps_after_each
-            if raw or self.at_boundary() or not after_each:
+            if raw or not self.managed or self.at_boundary() or not after_each:
                 return True
             self.calls += 1
             raise self.failed
@@ -184,7 +203,7 @@ class Window:
     def _counted(self, raw: bool) -> bool:
         if self.boundary is not None:
             return self.boundary
-        if self.sizes.accumulation_steps == 1:
+        if self.sizes.accumulation_steps == 1 or not self.managed:
             return True
         if raw:
             raise LongshoreError(
@@ -216,7 +235,8 @@ class Window:
         """Count a window that the user discarded, before the next one begins; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         # A whole window is discarded once for a bad batch; a loop that goes on to step() has it in the wrong place.
-        lost = not self.failed and self.boundary is None and kept > 0 and (kept < steps or self.calls > 0)
+        counted = not self.failed and self.managed and self.boundary is None
+        lost = counted and kept > 0 and (kept < steps or self.calls > 0)
         self.discards += lost
         if lost and self.discards == _DISCARDS_OF_A_LOOP:
             warnings.warn(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 from longshore.engine.config import ConfigError, load_config
+from longshore.engine.config.reading import read_file
 
 
 @pytest.mark.parametrize(
     "content, what",
     [
-        (b'{"a": 1,}', "line 1, column 9"),
+        (b'{"a": 1,,}', "line 1, column 10"),
         (b'{\n  "a": 1\n  "b": 2}', "at line 3, column 3 it is not: Expecting ',' delimiter"),
-        (b"{ // hello\n}", "comments are not JSON"),
+        (b'{ // hello\n "a": }', "line 2, column 7"),
+        (b'{"a": 1 /* no end }', "line 1, column 9"),
+        (b'{"a": "text // with no end }', "line 1, column 7"),
         (b"", "line 1, column 1"),
         (b"[1]", "must be a JSON object, in braces, and is [1]"),
         (b"null", "and is null"),
@@ -30,7 +34,7 @@ from longshore.engine.config import ConfigError, load_config
         (b'{"a": ' + b"1" * 10_000 + b"}", "must be JSON: Exceeds the limit"),
         (b'{"gradient_clipping": 1e999, "train_batch_size": 1}', "must be a number of at least 0"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / "config.json"
@@ -54,3 +58,36 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b'\xef\xbb\xbf{"train_batch_size": 1}')
     assert load_config(path).config.train_batch_size == 1
+
+
+COMMENTED = r"""{ // "train_batch_size": 2,
+    "train_batch_size": 1, /* one,
+    two */ "steps_per_print": 3, # and more
+    "wandb": {"enabled": false, "project": "a // b /* c */ # d, ]\" // e",},
+}
+"""
+
+
+def test_comments_are_read_over_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(COMMENTED)
+    with pytest.warns(UserWarning, match=r"config\.json has a comment, or a comma too many, at line 1; .* reads over"):
+        data = read_file(path)
+    project = 'a // b /* c */ # d, ]" // e'
+    expected = {"train_batch_size": 1, "steps_per_print": 3, "wandb": {"enabled": False, "project": project}}
+    assert data == expected
+    path.write_text('{\n"train_batch_size": 1,\n}')
+    with pytest.warns(UserWarning, match="at line 2"):
+        assert load_config(path).config.train_batch_size == 1
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_file(path) == {"train_batch_size": 1}
+
+
+def test_a_file_without_comments_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 1, "wandb": {"enabled": false, "project": "http://x, ]"}}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_file(path)["wandb"]["project"] == "http://x, ]"

@@ -106,6 +106,9 @@ class Config(FrozenModel):
             three numbers that is not given follows from the others.
         micro_batch_size: samples in a backward, on one rank.
         gradient_accumulation_steps: backwards in a step.
+        managed_accumulation: ``step()`` applies once ``gradient_accumulation_steps`` backwards have run. False: every
+            ``step()`` applies whatever backwards came before it, also those of the user's own ``loss.backward()``;
+            ``engine.backward()`` still divides by ``gradient_accumulation_steps``.
         drop_last: the loader leaves out the last batch if it is not full.
         stage: what is sharded. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: where optimizer state is kept and stepped, as ``device`` in :class:`longshore.Offload`.
@@ -166,6 +169,7 @@ class Config(FrozenModel):
     train_batch_size: _MaybeCount = None
     micro_batch_size: _MaybeCount = None
     gradient_accumulation_steps: _MaybeCount = None
+    managed_accumulation: bool = True
     drop_last: bool = False
 
     stage: Annotated[Literal[0, 1, 2, 3], OneOf((0, 1, 2, 3))] = 0

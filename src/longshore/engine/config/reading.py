@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from longshore.engine.config.base import (
 from longshore.engine.config.keys import Auto, Key, Treatment, joined
 from longshore.engine.config.table import KEYS, NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
 from longshore.engine.config.values import WrongValueError
+
+UNKNOWN_KEYS = "LONGSHORE_UNKNOWN_KEYS"
+"""Variable by which unknown keys at the top level of a file are errors (``error``, the default) or ``warn``."""
 
 
 class _Object(dict[str, Any]):
@@ -42,7 +48,8 @@ def _constant(name: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the object in a JSON file, with a warning on rank 0 if it has comments, or commas before a closing
+    bracket, which DeepSpeed reads over.
 
     Raises:
         ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
@@ -60,11 +67,14 @@ def read_file(path: Path) -> dict[str, Any]:
         raise refuse(f"must be UTF-8 text, and byte {error.start} is not; save it as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise refuse(f"cannot be read: {error}") from None
+    plain, first = _without_comments(text)
     try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        data = json.loads(plain, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise refuse(f"must be JSON, and at {where} it is not: {error.msg}; comments are not JSON either") from None
+        raise refuse(
+            f"must be JSON, and at {where} it is not: {error.msg}; besides JSON, only comments are allowed"
+        ) from None
     except RecursionError:
         raise refuse("must be JSON of a sensible depth; it is nested too deeply") from None
     except ValueError as error:
@@ -74,7 +84,39 @@ def read_file(path: Path) -> dict[str, Any]:
     repeated = _repeated(data, "")
     if repeated:
         raise ConfigError(str(path), repeated)
+    if plain != text and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"{path} has a comment, or a comma too many, at line {first}; longshore reads over it, as DeepSpeed does, "
+            "and programs that read JSON only will not",
+            stacklevel=2,
+        )
     return data
+
+
+_NOT_JSON = re.compile(
+    r"""
+    (?P<kept> "(?: \\. | [^"\\\n] )*" )                     # a string, in which nothing is a comment
+    | (?: // | \# ) [^\n]*                                   # to the end of the line
+    | /\* .*? \*/
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_STRING_OR_LAST_COMMA = re.compile(r"""(?P<kept>"(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])""")
+
+
+def _without_comments(text: str) -> tuple[str, int]:
+    """Return a text with spaces in place of comments and of commas before a closing bracket, and the line of the first
+    of these. Lines and columns stay."""
+    starts: list[int] = []
+
+    def blank(found: re.Match[str]) -> str:
+        if found["kept"] is not None:
+            return found[0]
+        starts.append(found.start())
+        return re.sub(r"[^\n]", " ", found[0])
+
+    plain = _STRING_OR_LAST_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
+    return plain, text.count("\n", 0, min(starts, default=0)) + 1
 
 
 def _repeated(value: Any, path: str) -> list[Problem]:
@@ -104,8 +146,11 @@ class Reading:
             section, _, name = str(path).rpartition(".")
             if (section, name) not in KEYS:
                 self.problem(f"auto[{path!r}]", unknown(section, name), value)
+        self._converted: dict[str, list[str]] = {}
         self._section(data, "")
         self._replace_old_names()
+        for how, found in self._converted.items():
+            self.notes.append(f"{how}: {', '.join(found)}")
 
     def problem(self, path: str, what: str, value: Any = NOTHING) -> None:
         self.problems.append(Problem(path, what, value))
@@ -122,6 +167,8 @@ class Reading:
                 self._old_section(name, value)
             elif path in SECTIONS and "." not in name:
                 self._enter(value, path)
+            elif key is None and not section and _unknown_keys_warn():
+                self.notes.append(f"{unknown('', name)}. It is ignored, as {UNKNOWN_KEYS}=warn asks")
             elif key is None or (of and key.of and of not in key.of):
                 self.problem(path, unknown(section, name, of), value)
             else:
@@ -173,14 +220,25 @@ class Reading:
         try:
             checked = key.kind.check(value)
         except WrongValueError as error:
-            self.problem(key.path, str(error), value)
-            return
+            checked = key.kind.converted(value)
+            if checked is None:
+                self.problem(key.path, str(error), value)
+                return
+            self._note_conversion(key, value, checked)
         if key.treatment is Treatment.REFUSED and not key.is_harmless(checked):
             self.problem(key.path, f"is not supported: {key.what}", value)
         elif key.renamed:
             self._old.append((key, checked))
         elif key.treatment is Treatment.HONOURED:
             self.values[key.path] = checked
+
+    def _note_conversion(self, key: Key, value: Any, read: Any) -> None:
+        how = (
+            "longshore reads these as true or false, which is better written so"
+            if isinstance(read, bool)
+            else "longshore reads these strings as numbers, which are better written without quotes"
+        )
+        self._converted.setdefault(how, []).append(f"{key.path} = {shown(value)} is {shown(read)}")
 
     def _replace_old_names(self) -> None:
         for key, value in self._old:
@@ -191,6 +249,18 @@ class Reading:
             else:
                 self.values[key.renamed] = new = key.when_true or value
                 self.notes.append(f"{key.path} is an old name; it is read as {key.renamed} = {new}")
+
+
+def _unknown_keys_warn() -> bool:
+    """Return whether unknown keys at the top level are to be ignored with a warning, as DeepSpeed ignores them.
+
+    Raises:
+        ValueError: the variable has another value than ``warn`` and ``error``.
+    """
+    wanted = os.environ.get(UNKNOWN_KEYS, "") or "error"
+    if wanted not in ("warn", "error"):
+        raise ValueError(f"LONGSHORE_UNKNOWN_KEYS must be warn or error, and is {wanted!r}")
+    return wanted == "warn"
 
 
 def _is_auto(value: object) -> bool:

@@ -98,8 +98,7 @@ _BATCH_AND_GRADIENTS = (
     setting("train_batch_size", auto=Auto.OMIT),
     setting("train_micro_batch_size_per_gpu", "micro_batch_size", auto=Auto.OMIT),
     setting("gradient_accumulation_steps", auto=Auto.OMIT),
-    refused("managed_gradient_accumulation", BOOLEAN, (True,),
-            "leave it out and set gradient_accumulation_steps to 1: every step() then applies all backwards before it"),
+    setting("managed_gradient_accumulation", "managed_accumulation"),
     setting("dataloader_drop_last", "drop_last"),
     honoured("gradient_clipping", NOT_NEGATIVE,
              "The largest global L2 norm; 0: no clipping. Default: 1.0, as in DeepSpeed, and a note says so. (The "

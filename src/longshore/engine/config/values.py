@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -40,6 +41,11 @@ class Kind(ABC):
         """Return the rest of the message about an illegal value, such as a similar name."""
         return ""
 
+    def converted(self, value: object) -> Any:
+        """Return the legal value that an illegal one stands for in files that other programs convert, as 1 and "true"
+        stand for true and "0.1" for 0.1; None if it stands for none."""
+        return None
+
     def check(self, value: object) -> Any:
         """Return the value as longshore keeps it.
 
@@ -65,10 +71,7 @@ def kind_in(metadata: Iterable[object]) -> Kind:
 
 @dataclass(frozen=True)
 class Exactly(Kind):
-    """A value of exactly one type, without conversion.
-
-    As booleans, 0, 1 and "true" are refused: a file that has them was written for some other key.
-    """
+    """A value of exactly one type, without conversion."""
 
     of: type
     words: str
@@ -79,6 +82,18 @@ class Exactly(Kind):
     def read(self, value: object) -> Any:
         return value if isinstance(value, self.of) else None
 
+    def converted(self, value: object) -> bool | None:
+        if self.of is not bool or isinstance(value, bool):
+            return None
+        word = value.strip().lower() if isinstance(value, str) else _number(value, whole=True)
+        return next((state for state, words in _BOOLEANS.items() if word in words), None)
+
+
+_BOOLEANS: dict[bool, tuple[object, ...]] = {
+    True: (1, "1", "true", "yes", "on", "t", "y"),
+    False: (0, "0", "false", "no", "off", "f", "n"),
+}
+"""What pydantic, by which DeepSpeed reads most of its sections, takes for a boolean."""
 
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "minimum": ("of at least", operator.ge),
@@ -116,6 +131,18 @@ class Number(Kind):
         number = _number(value, self.whole)
         inside = number is not None and all(holds(number, bound) for _, holds, bound in self._bounds())
         return number if inside else None
+
+    def converted(self, value: object) -> float | None:
+        return self.read(_quoted_number(value))
+
+
+def _quoted_number(value: object) -> float | None:
+    """Return the number in a string; None if there is none."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return None
 
 
 def _number(value: object, whole: bool) -> float | None:
@@ -162,6 +189,10 @@ class OneOf(Kind):
             raise WrongValueError(f"is not supported: {self.refused[given]}")
         return super().check(value)
 
+    def converted(self, value: object) -> str | int | None:
+        number = _quoted_number(value)
+        return None if number is None else self.read(number)
+
     def hint(self, value: object) -> str:
         # Names of different dtypes are similar, so none is suggested.
         near = "" if self.aliases else nearest(value, [option for option in self.options if isinstance(option, str)])
@@ -206,6 +237,11 @@ class Items(Kind):
         found = tuple(self.of.read(item) for item in value)
         return None if None in found else found
 
+    def converted(self, value: object) -> tuple[Any, ...] | None:
+        if not isinstance(value, (list, tuple)):
+            return None
+        return self.read([item if self.of.read(item) is not None else self.of.converted(item) for item in value])
+
 
 @dataclass(frozen=True)
 class Either(Kind):
@@ -219,6 +255,9 @@ class Either(Kind):
     def read(self, value: object) -> Any:
         return next((found for kind in self.kinds if (found := kind.read(value)) is not None), None)
 
+    def converted(self, value: object) -> Any:
+        return next((found for kind in self.kinds if (found := kind.converted(value)) is not None), None)
+
 
 @dataclass(frozen=True)
 class Infinite(Kind):
@@ -229,6 +268,9 @@ class Infinite(Kind):
 
     def read(self, value: object) -> float | None:
         return math.inf if isinstance(value, float) and value == math.inf else None
+
+    def converted(self, value: object) -> float | None:
+        return self.read(_quoted_number(value))
 
 
 @dataclass(frozen=True)
@@ -256,7 +298,12 @@ class Block(Kind):
         given = {name: found for name in self.switches if (found := lookup(value, name)) is not None}
         if not given:
             return bool(self.switches) and not self.on_when_absent
-        return all(any(same(state, off) for off in self.switches[name]) for name, state in given.items())
+        return all(any(_stands_for(state, off) for off in self.switches[name]) for name, state in given.items())
+
+
+def _stands_for(value: object, off: object) -> bool:
+    kind = BOOLEAN if isinstance(off, bool) else Number()
+    return same(value, off) or same(kind.converted(value), off)
 
 
 def lookup(section: object, path: str, invalid: object = None) -> Any:
