@@ -666,22 +666,25 @@ def frozen_while_gathered() -> None:
             pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
 
 
-def thawed_while_gathered(held_ones: bool) -> None:
-    """A forward without a backward leaves the root's parameters gathered; the script freezes and thaws those that it
-    holds, or those that the model has then."""
+def thawed_while_gathered(handles: str) -> None:
+    """A forward without a backward leaves the root's parameters gathered; the script freezes and thaws the shards that
+    it holds, what it has from before ``initialize()``, or what the model has then."""
     model = make_tower()
     model.extra.requires_grad_(False)
+    former = dict(model.named_parameters())
     with beside(model=model, model_parameters=list(model.parameters())) as pair:
         pair.twin.extra.requires_grad_(False)
         held = {id(each): dict(each.named_parameters()) for each in (pair.model, pair.twin)}
         for step, trainable in enumerate((False, True, True, False, False, True)):
             for model in (pair.model, pair.twin):
                 model(words_of(step, 0), extra=True)
-                found = held[id(model)] if held_ones else dict(model.named_parameters())
+                found = dict(model.named_parameters()) if handles == "model" else held[id(model)]
+                if handles == "former" and model is pair.model:
+                    found = former
                 found["extra.weight"].requires_grad_(trainable)
             pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
-            assert held[id(pair.model)]["extra.weight"].requires_grad == trainable
-            assert dict(pair.model.named_parameters())["extra.weight"].requires_grad == trainable
+            for names in (former, held[id(pair.model)], dict(pair.model.named_parameters())):
+                assert names["extra.weight"].requires_grad == trainable
 
 
 def old_parameters_are_empty() -> None:

@@ -133,18 +133,20 @@ class FullyShardedModel:
         self.align_trainable()
 
     def align_trainable(self) -> None:
-        """Freeze or thaw a shard and the tensor into which it is gathered as the user did one of them.
+        """Freeze or thaw a shard, the tensor into which it is gathered, and the parameter that it replaced as the user
+        did one of them.
 
-        FSDP2 only ever carries this from shards to gathered tensors, when it gathers them. While they stay gathered,
-        users may hold either.
+        FSDP2 only ever carries this from shards to gathered tensors, when it gathers them. Users may hold any of them.
         """
         for key, member in self.members.items():
             before, shard = self._trainable[key], member.sharded_param
             leaf = getattr(member, "_unsharded_param", shard)
-            if before == shard.requires_grad == leaf.requires_grad:
+            former = former_of(self.model, self.names[key])
+            handles = (shard, leaf) if former is None else (shard, leaf, former)
+            if all(each.requires_grad == before for each in handles):
                 continue
             self._trainable[key] = not before
-            for each in (shard, leaf):
+            for each in handles:
                 each.requires_grad_(not before)
 
     def _after_forward(self, *_: object) -> None:
