@@ -45,6 +45,28 @@ def test_a_loaded_state_that_is_the_master_alone_is_saved(tmp_path: Path) -> Non
     assert torch.equal(optimizer.state[parameter]["master"], kept) and not kept.eq(1.0).any()
 
 
+def test_parameters_out_of_the_groups_are_left_out_as_in_a_state_dict(tmp_path: Path) -> None:
+    """Of those, one is not even the model's any more, as after pruning."""
+    kept, popped, pruned, stranger = (nn.Parameter(torch.ones(5)) for _ in range(4))
+    module = nn.ParameterList([kept, popped])
+    optimizer = longshore.AdamW([kept, popped, pruned])
+    for parameter in (kept, popped, pruned):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[stranger] = {"count": 3}
+    del optimizer.param_groups[0]["params"][1:]
+    longshore.save(tmp_path, module, optimizer)
+    assert [*optimizer.state] == [kept, popped, pruned, stranger]
+    longshore.load(tmp_path, module, optimizer)
+    assert [*optimizer.state] == [kept]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [*optimizer.state] == [kept]
+    optimizer.param_groups[0]["params"].append(popped)
+    popped.grad = torch.ones_like(popped)
+    optimizer.step()
+    assert optimizer.state[popped]["step"] == 1 and optimizer.state[kept]["step"] == 2
+
+
 class _Parallel(nn.Module):
     """Names its model as DistributedDataParallel and DataParallel do."""
 

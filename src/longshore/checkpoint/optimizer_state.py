@@ -44,7 +44,10 @@ class OptimizerState:
         self._store = optimizer._core.store
         self._family = optimizer._core.family
         self.records: dict[str, ParameterRecord] = {}
+        members = optimizer._core.members()
         for record in optimizer._core.records:
+            if record.index not in members:
+                continue  # as in a state_dict()
             name = model.name_of(record.parameter)
             if name is None:
                 raise CheckpointError(
@@ -195,9 +198,11 @@ class OptimizerState:
 
     def clear(self) -> None:
         """Reset the state, as if nothing had been stepped."""
-        self.optimizer._core.begin_load()
-        for record in self.records.values():
-            clear_state(record, self.optimizer._core)
+        core = self.optimizer._core
+        core.begin_load()
+        for record in core.records:
+            clear_state(record, core)
+        core.handed_out.unplaced = {}
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
