@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import longshore
 from fuzz.plain import twin
 from longshore.engine.config.model import LossScaling
+from longshore.engine.loss_scale import LossScaleError
 
 
 @functools.cache
@@ -81,11 +82,13 @@ class PlainScale:
         self._left, self._clean = hysteresis, 0
 
     def update(self, overflow: bool) -> None:
-        """End a window."""
+        """End a window; LossScaleError if the scale is at its minimum and would have to be halved."""
         if not self._dynamic:
             return
         if overflow and self._left > 1:
             self._left -= 1
+        elif overflow and self.value == self._least:
+            raise LossScaleError("the scale is at its minimum")
         elif overflow:
             self.value = max(self.value / 2, self._least)
         elif self._clean and self._clean % self._window == 0:
@@ -207,10 +210,11 @@ class PlainEngine:
         if self._skips:
             gradients = {index: value / self.loss_scaling.value for index, value in gradients.items()}
             overflow = not all(bool(value.isfinite().all()) for value in gradients.values())
-            self.loss_scaling.update(overflow)
             if overflow:
                 self.skipped_steps += 1
                 self._begin()
+            self.loss_scaling.update(overflow)
+            if overflow:
                 return
         members = {p for group in self.optimizer.param_groups for p in group["params"]}
         found = {parameters[index]: value for index, value in gradients.items() if parameters[index] in members}

@@ -25,7 +25,6 @@ REFUSALS = {
     "accumulation steps within a window": r"gradient_accumulation_steps was to change .* in the middle of a window",
     "raw backwards are not counted": r"which the engine does not count, and gradient_accumulation_steps is",
     "raw backward without the loss scale": r"gradients came from loss.backward\(\) without the loss scale",
-    "loss scale at its minimum": r"which is min_loss_scale, so it cannot be halved again",
     "state deleted": r"is part of the optimizer's state and cannot be deleted",
 }
 
