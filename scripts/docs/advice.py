@@ -176,6 +176,7 @@ SECTIONS = (
             "tiles/: forked",
             "kernels/: Triton",
             "engine/engine.py",
+            "engine/attributes.py",
             "engine/window.py: LongshoreError",
         ),
         "`zero_grad()` discards the window, and training can go on.",

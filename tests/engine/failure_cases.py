@@ -137,6 +137,28 @@ def failing_backward_before_one_step(stage: int, goes_on: bool) -> list[str]:
     return said
 
 
+def failing_backward_before_a_declared_boundary(stage: int) -> list[str]:
+    """After a window without a ``step()`` between its backwards, boundaries are declared: until then no rank is due."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    for _ in range(2):
+        backward(engine, 0, rank)
+    engine.zero_grad()
+    engine.set_gradient_accumulation_boundary(False)
+    said = [raised_by(lambda: explode(engine, 0, rank) if rank else backward(engine, 0, rank)), raised_by(engine.step)]
+    dist.all_reduce(torch.zeros(1))
+    engine.set_gradient_accumulation_boundary(True)
+    said += [raised_by(lambda: backward(engine, 0, rank)), raised_by(engine.step)]
+    engine.zero_grad()
+    engine.set_gradient_accumulation_boundary(None)
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
 def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: bool) -> list[str]:
     """Rank 0 (or both) catches its error and goes on with the next batch; rank 1 learns of it in step().
 

@@ -51,6 +51,13 @@ def test_one_step_for_several_backwards_is_due_after_a_failed_one(goes_on: bool,
     assert first[0] == "" and "GradientError" in first[1]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward(stage: int, two_ranks: Ranks) -> None:
+    first, second = two_ranks(failure_cases.failing_backward_before_a_declared_boundary, stage)
+    assert "exploded on purpose" in second[0] and "a backward of this window failed" in second[1]
+    assert first[:2] == ["", ""] and "rank 1 failed" in first[2] + first[3] and "failed" in second[3]
+
+
 @pytest.mark.covering(2)
 @STAGES
 @pytest.mark.parametrize("slow", [False, True])

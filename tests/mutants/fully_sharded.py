@@ -335,7 +335,7 @@ MUTANTS = [
     Mutant(
         "what is frozen while it is gathered thaws",
         "sharding/fsdp.py",
-        "            if before == shard.requires_grad == leaf.requires_grad:\n",
+        "            if all(each.requires_grad == before for each in handles):\n",
         "            if before == shard.requires_grad:\n",
         (FULLY_SHARDED + "::test_frozen_and_thawed_while_gathered",),
     ),

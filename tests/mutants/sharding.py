@@ -215,6 +215,20 @@ MUTANTS = [
         ("tests/engine/test_one_sided.py",),
     ),
     Mutant(
+        "a failed backward is told at a step that a declared boundary leaves out",
+        "engine/window.py",
+        "counted = self.boundary is None and (",
+        "counted = (",
+        ("tests/engine/test_failures.py::test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward",),
+    ),
+    Mutant(
+        "an attribute of the model is set on the engine",
+        "engine/attributes.py",
+        "on_model = not own and",
+        "on_model = own and",
+        ("tests/engine/test_attributes.py",),
+    ),
+    Mutant(
         "an agreement outlives its step",
         "optim/core.py",
         "            self._agreed = None\n",

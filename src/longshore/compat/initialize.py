@@ -79,7 +79,7 @@ def initialize(
         wrap_policy=policy_for(model, config),
     )
     if isinstance(config, Mapping):
-        made.engine.config = FileConfig.of(made.engine.config, config)
+        vars(made.engine)["config"] = FileConfig.of(made.engine.config, config)  # scripts cannot assign it
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer
         return made._replace(optimizer=None)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
-from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON, DeepSpeedNames
+from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
@@ -30,11 +31,12 @@ from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 
 
-class Engine(nn.Module):
+class Engine(EngineAttributes):
     """A model with its optimizer, as :func:`longshore.initialize` returns it.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several ranks, every rank makes the same calls
-    in the same order. Other attributes are looked up in :class:`DeepSpeedNames`, and then in the model.
+    in the same order. Other attributes are looked up in :class:`DeepSpeedNames`, and then in the model. Assigning one
+    that the model has sets it there; parts of the engine and values of its configuration cannot be assigned.
     """
 
     def __init__(
@@ -78,19 +80,7 @@ class Engine(nn.Module):
         optimizer.register_step_pre_hook(_weakly(self._check_step))
         optimizer.register_step_post_hook(_weakly(self._end_window))
         optimizer._core.when_discarded = _weakly(self._end_window, discarded=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in INSTEAD:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
-        if name in PASSED_ON:
-            return getattr(self.__dict__["_deepspeed"], name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-        return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
+        self.built = True
 
     # -- forward and backward -------------------------------------------------
 

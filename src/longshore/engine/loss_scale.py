@@ -31,8 +31,12 @@ class FixedLossScale:
     """
 
     def __init__(self, scale: float | None) -> None:
-        self.value = 1.0 if scale is None else scale
+        self._value = 1.0 if scale is None else scale
         self.skips_overflow = scale is not None
+
+    @property
+    def value(self) -> float:
+        return self._value
 
     def update(self, overflow: bool) -> None:
         """Do nothing, since the user chose the scale."""
@@ -57,10 +61,14 @@ class DynamicLossScale:
     def __init__(self, scaling: LossScaling) -> None:
         self._scaling = scaling
         # Change with every window.
-        self.value = 2.0**scaling.initial_scale_power
+        self._value = 2.0**scaling.initial_scale_power
         self._hysteresis_left = scaling.hysteresis
         self._windows = 0
         self._last_overflow = -1
+
+    @property
+    def value(self) -> float:
+        return self._value
 
     def update(self, overflow: bool) -> None:
         """End a window; ``overflow``: its gradients had an infinity or a NaN on some rank.
@@ -79,9 +87,9 @@ class DynamicLossScale:
                 f"rate, train in bf16, or lower min_loss_scale"
             )
         elif overflow:
-            self.value = max(self.value / 2.0, scaling.min_scale)
+            self._value = max(self.value / 2.0, scaling.min_scale)
         elif clean > 0 and clean % scaling.window == 0:
-            self.value = min(self.value * 2.0, LARGEST_SCALE)
+            self._value = min(self.value * 2.0, LARGEST_SCALE)
             self._hysteresis_left = scaling.hysteresis
         elif scaling.consecutive_hysteresis:
             self._hysteresis_left = scaling.hysteresis
@@ -113,7 +121,7 @@ class DynamicLossScale:
             raise ValueError(f"no run leads to windows={shown(windows)} with last_overflow={shown(last)}")
         if not (is_integer(left) and left >= 1):
             raise ValueError(f"hysteresis_left must be an integer of at least 1, and is {shown(left)}")
-        self.value = max(float(scale), self._scaling.min_scale)
+        self._value = max(float(scale), self._scaling.min_scale)
         self._hysteresis_left = min(left, self._scaling.hysteresis)
         self._windows, self._last_overflow = windows, last
 

@@ -174,7 +174,8 @@ class Window:
         """
         if self.failed is not None:
             after_each = self.calls + 1 >= self._attempts if self._attempts > 1 else self._steps_after_each
-            if raw or not self.managed or self.at_boundary() or not after_each:
+            counted = self.boundary is None and (raw or not after_each or not self.managed)
+            if self.at_boundary() or counted:
                 return True
             self.calls += 1
             raise self.failed

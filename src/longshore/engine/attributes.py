@@ -1,0 +1,70 @@
+"""Attributes of the engine: where they are looked up, and which of them may be assigned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON
+
+_FIXED = {
+    "module": "the optimizer steps the parameters of the model that initialize() was given: wrap or replace the model "
+    "before, and compile it with engine.compile()",
+    "optimizer": "pass the optimizer to initialize()",
+    "config": "settings do not change after initialize()",
+    "ranks": "it belongs to the engine",
+    "binding": "it belongs to the engine",
+    "loss_scaling": "set fp16 in the configuration",
+}
+"""Parts of the engine that others of its parts have too: a new one would not be seen there."""
+
+_INSTEAD_OF_ASSIGNING = {
+    "train_batch_size": "call engine.set_train_batch_size()",
+    "gradient_accumulation_steps": "call engine.set_gradient_accumulation_steps()",
+    "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary()",
+}
+
+
+class EngineAttributes(nn.Module):
+    """Looks up names of DeepSpeed's engine and those of the model, and sees every assignment or refuses it.
+
+    Attributes:
+        built: whether the engine has all of its own attributes; what is assigned then is the user's.
+    """
+
+    built = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
+        if name in PASSED_ON:
+            return getattr(self.__dict__["_deepspeed"], name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+        return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; one that only the model has is set there, where its forward reads it.
+
+        Raises:
+            AttributeError: the attribute is a part of the engine that stays, or a value is assigned to a method.
+        """
+        if not self.built:
+            super().__setattr__(name, value)
+            return
+        if name in _FIXED and value is not getattr(self, name):
+            instead = _FIXED[name]
+            raise AttributeError(f"engine.{name} cannot be assigned; {instead}")
+        is_method = name in PASSED_ON or callable(getattr(type(self), name, None))
+        if is_method and not callable(value):  # a function may wrap the method: those who call it call the function
+            instead = _INSTEAD_OF_ASSIGNING.get(name, "set it in the configuration, before initialize()")
+            raise AttributeError(f"engine.{name} cannot be assigned, and what it says would stay; {instead}")
+        own = name in self.__dict__ or name in self._modules or is_method or hasattr(type(self), name)
+        on_model = not own and hasattr(self._modules["module"], name)
+        place: Any = self._modules["module"] if on_model else super()
+        place.__setattr__(name, value)
