@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support import whole
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import longshore
 
@@ -86,3 +87,29 @@ def whole_weights(stage: int, folder: str) -> None:
         assert 0 < step < 0.05  # it went on from what was loaded, not from its master of before
     finally:
         engine.destroy()
+
+
+def emptied_cache() -> None:
+    """Between forward and backward, and after a forward without one: shards only, and the same weights."""
+    weights = []
+    for empties in (False, True):
+        engine = started(3)
+        try:
+            for _ in range(2):
+                tokens = torch.arange(4).view(2, 2) + dist.get_rank()
+                engine(tokens)  # without a backward: the model's own parameters stay gathered
+                gathered = [each for each in engine.module.parameters() if not isinstance(each, DTensor)]
+                assert gathered
+                if empties:
+                    engine.empty_partition_cache()
+                    assert all(isinstance(each, DTensor) for each in engine.module.parameters())
+                loss = engine(tokens).float().logsumexp(-1).mean()
+                if empties:
+                    engine.empty_partition_cache()
+                engine.backward(loss)
+                engine.step()
+            weights.append([whole(each).detach().clone() for each in engine.module.parameters()])
+        finally:
+            engine.destroy()
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)

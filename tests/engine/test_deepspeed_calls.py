@@ -10,7 +10,7 @@ from ranks import Ranks
 from torch import nn
 
 import longshore
-from engine.deepspeed_call_cases import started, train, whole_weights
+from engine.deepspeed_call_cases import emptied_cache, started, train, whole_weights
 from longshore.engine.deepspeed_names import INSTEAD
 
 
@@ -42,16 +42,79 @@ def test_numbers(engine: Any) -> None:
     assert (engine.dp_world_size, engine.mp_world_size, engine.data_parallel_group) == (1, 1, None)
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
     assert engine.communication_data_type == torch.bfloat16
-    assert (engine.optimizer_name(), engine.scheduler_name(), engine.scheduler_params()) == ("AdamW", None, None)
+    assert (engine.optimizer_name(), engine.scheduler_name(), engine.scheduler_params()) == ("adamw", None, None)
     assert engine.optimizer_params()["lr"] == 1e-2
     assert engine.zero_optimization() and engine.zero_optimization_partition_gradients()
     assert not engine.zero_optimization_partition_weights()
     assert engine.zero_cpu_offload() is (engine.config.offload_device == "cpu")
+    assert engine.gradient_clipping() == 0.0 and engine.config.gradient_clipping is None
     assert not engine.wall_clock_breakdown() and engine.gradient_predivide_factor() == 1.0
 
 
 def test_the_loss_scale_may_be_called(engine: Any) -> None:
     assert engine.loss_scale() == engine.loss_scale == engine.cur_scale == 1.0
+
+
+def test_an_optimizer_that_was_passed_has_the_name_of_its_class() -> None:
+    model = nn.Linear(2, 2)
+    config = longshore.Config(micro_batch_size=1)
+    engine = longshore.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config).engine
+    try:
+        assert engine.optimizer_name() == "SGD" and engine.optimizer_params() is None
+    finally:
+        engine.destroy()
+
+
+def test_the_optimizer_knows_the_loss_scale_and_the_last_overflow() -> None:
+    config = longshore.Config(
+        micro_batch_size=1,
+        dtype="fp16",
+        loss_scaling={"initial_scale_power": 4, "hysteresis": 1},
+        optimizer={"type": "AdamW"},
+    )
+    engine, optimizer, *_ = longshore.initialize(model=nn.Linear(2, 2), config=config)
+    mine: Any = optimizer
+    try:
+        assert (mine.cur_scale, mine.loss_scale, mine.dynamic_loss_scale, mine.overflow) == (16.0, 16.0, True, False)
+        for factor, scale, overflow in ((float("inf"), 8.0, True), (1.0, 8.0, False), (float("nan"), 4.0, True)):
+            engine.backward((engine(torch.ones(1, 2).half()).float() * factor).sum())
+            engine.step()
+            assert (mine.cur_scale, mine.loss_scale, mine.overflow) == (scale, scale, overflow)
+            assert engine.was_step_applied() is not overflow and engine.loss_scale() == scale
+    finally:
+        engine.destroy()
+
+
+def test_without_loss_scaling_the_scale_is_one(engine: Any) -> None:
+    optimizer = engine.optimizer
+    train(engine)
+    found = (optimizer.cur_scale, optimizer.loss_scale, optimizer.dynamic_loss_scale, optimizer.overflow)
+    assert found == (1.0, 1.0, False, False)
+
+
+def test_losses_have_one_element(engine: Any) -> None:
+    for call in (engine.scale, engine.backward):
+        with pytest.raises(ValueError, match=rf"engine\.{call.__name__}\(\) takes a loss of one element, not \[3\]"):
+            call(torch.ones(3, requires_grad=True))
+    assert not engine.in_window
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_checkpoint_needs_a_folder(engine: Any, folder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="save_checkpoint\\(\\) takes a folder, not"):
+        engine.save_checkpoint(folder)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_cache_of_stage_3_is_emptied(two_ranks: Ranks) -> None:
+    two_ranks(emptied_cache)
+
+
+def test_where_nothing_is_gathered_emptying_does_nothing(engine: Any) -> None:
+    before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    engine.empty_partition_cache()
+    assert all(torch.equal(each, before[name]) for name, each in engine.module.named_parameters())
 
 
 def test_the_engine_is_asked_as_if_it_were_the_model(engine: Any) -> None:

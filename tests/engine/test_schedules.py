@@ -7,6 +7,7 @@ parameter sets, three groups, 61 steps.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -336,3 +337,52 @@ def test_other_schedules_of_a_configuration_are_refused(name: Any, words: str) -
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, not list"):
         make_schedule("WarmupLR", {}, [])  # type: ignore[arg-type]
+
+
+# -- what scripts read of DeepSpeed's schedules; the numbers are those of DeepSpeed 0.19.8 -------------------------
+
+
+def stepped(schedule: Any, steps: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer was not stepped
+        for _ in range(steps):
+            schedule.step()
+    return schedule
+
+
+def adam(lr: float = 1.0) -> Any:
+    return torch.optim.Adam([torch.nn.Parameter(torch.ones(1)) for _ in range(2)], lr=lr)
+
+
+def test_bounds() -> None:
+    warmup = schedules.WarmupLR(adam(), 0.1, 0.5)
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps) == ([0.1], [0.5], 1000)
+    decay = schedules.WarmupDecayLR(adam(), 100, 0.1, 0.5, 10)
+    assert (decay.min_lrs, decay.max_lrs, decay.total_num_steps) == ([0.1], [0.5], 100)
+    assert schedules.WarmupLR(adam(0.3)).max_lrs == [0.3]
+    cycle = schedules.OneCycle(adam(), 0.1, 1.0)
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.cycle_momentum) == ([0.1], [1.0], True)
+
+
+def test_ratio_of_the_cosine() -> None:
+    schedule = schedules.WarmupCosineLR(adam(), 100, warmup_num_steps=4)
+    for steps, ratio in ((0, 0.0), (2, 0.5), (10, 0.9829646168532197)):
+        assert stepped(schedule, steps).get_lr_ratio() == ratio and schedule.get_last_lr() == [ratio]
+
+
+def test_momentum_of_the_cycle() -> None:
+    schedule = schedules.OneCycle(adam(), 0.1, 1.0, 0.1, 4, decay_step_size=10)
+    assert schedule.get_mom() == [schedule.optimizer.param_groups[0]["betas"]] == [(0.8, 0.99)]
+    for steps, momentum in ((2, 0.8500000000000001), (12, 0.9)):
+        assert stepped(schedule, steps).get_mom() == [(momentum, 0.99)]
+        assert schedule.optimizer.param_groups[0]["betas"] == (momentum, 0.99)
+    assert schedules.OneCycle(adam(), 0.1, 1.0, cycle_momentum=False).get_mom() is None
+
+
+@pytest.mark.parametrize("name", ["get_mom", "get_lr_ratio", "cycle_momentum", "type", "nothing"])
+def test_other_kinds_do_not_have_them(name: str) -> None:
+    schedule = schedules.WarmupLR(adam())
+    assert not hasattr(schedule, name)
+    with pytest.raises(AttributeError, match=f"'WarmupLR' object has no attribute '{name}'"):
+        getattr(schedule, name)
+    assert not hasattr(schedules.LRRangeTest(adam()), "min_lrs")

@@ -76,6 +76,12 @@ REFUSED = {
     "runtime.fp16": f"fp16 belongs in the configuration. {_LAMB}",
     "runtime.zero.partition_parameters.ZeroParamStatus": "parameters at stage 3 are DTensors; test with torch's "
     "isinstance(param, torch.distributed.tensor.DTensor)",
+    **_for(
+        "give the schedule's parameters in the file, or call its class (runtime.lr_schedules.WarmupLR) yourself",
+        "runtime.lr_schedules.add_tuning_arguments runtime.lr_schedules.parse_arguments "
+        "runtime.lr_schedules.get_config_from_args runtime.lr_schedules.get_lr_from_config "
+        "runtime.lr_schedules.get_torch_optimizer runtime.lr_schedules.update_lr",
+    ),
     "utils.timer": "use time.perf_counter(), or longshore.trace(engine), which also says what training waited for",
     "zero.TiledLinear": "split the layer in the model",
     "zero.register_external_parameter": "leave it out where the parameter's module runs in the same block; else name "

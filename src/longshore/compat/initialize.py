@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from longshore import engine as own
-from longshore.compat.configuration import FileConfig, for_evaluation
+from longshore.compat.configuration import for_evaluation
+from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
 from longshore.engine.config.load import read_config
@@ -78,8 +79,7 @@ def initialize(
         mesh_param=mesh_param,
         wrap_policy=policy_for(model, config),
     )
-    if isinstance(config, Mapping):
-        vars(made.engine)["config"] = FileConfig.of(made.engine.config, config)  # scripts cannot assign it
+    answer_as_deepspeed(made.engine, config, optimizer)
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer
         return made._replace(optimizer=None)

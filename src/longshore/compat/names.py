@@ -31,6 +31,12 @@ _INITIALIZE = {
     "add_config_arguments": add_config_arguments,
     "initialize": initialize.initialize,
 }
+_SCHEDULE_PARAMETERS = (
+    "lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size lr_range_test_staircase edge_value mid_value "
+    "cycle_first_step_size cycle_first_stair_count cycle_second_step_size cycle_second_stair_count decay_step_size "
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr "
+    "warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
+)
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
 
 PROVIDED: dict[str, dict[str, Any]] = {
@@ -77,6 +83,9 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "runtime.engine": _INITIALIZE,
     "runtime.lr_schedules": {
         **_of(schedules, _SCHEDULES),
+        **{name.upper(): name for name in _SCHEDULE_PARAMETERS.split()},
+        "WARMUP_LINEAR_RATE": "linear",
+        "WARMUP_LOG_RATE": "log",
         "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
         "LR_RANGE_TEST": "LRRangeTest",
         "LR_SCHEDULE": "lr_schedule",
@@ -101,7 +110,11 @@ PROVIDED: dict[str, dict[str, Any]] = {
         ),
         **_of(utils, "RepeatingLoader get_accelerator log_dist logger set_log_level_from_string"),
         "safe_update_full_grad_vectorized": utils.safe_update_full_grad_vectorized,
-        **_of(zero, "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
+        **_of(
+            zero,
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
+        ),
     },
     "utils.groups": {
         "get_data_parallel_group": initialize.get_world_group,

@@ -196,6 +196,42 @@ def set_z3_leaf_modules(
     return found
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Set modules as leaves by their names in ``model.named_modules()``; with ``flag=False``, unset them.
+
+    Returns:
+        The modules, and the names that the model does not have.
+
+    Raises:
+        ValueError: there are such names, and ``raise_if_not_found``.
+    """
+    return _set_named(model, list(module_names), str.__eq__, (flag, raise_if_not_found), "set_z3_leaf_modules_by_name")
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same as :func:`set_z3_leaf_modules_by_name` for all modules whose names end so."""
+    how = (flag, raise_if_not_found)
+    return _set_named(model, list(module_name_suffixes), str.endswith, how, "set_z3_leaf_modules_by_suffix")
+
+
+def _set_named(
+    model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], how: tuple[bool, bool], caller: str
+) -> tuple[list[nn.Module], list[str]]:
+    flag, check = how
+    by_wanted = {each: [module for name, module in model.named_modules() if fits(name, each)] for each in wanted}
+    missing = [each for each, modules in by_wanted.items() if not modules]
+    if missing and check:
+        raise ValueError(f"{caller}() found no module {', '.join(missing)} in the model")
+    found = list(dict.fromkeys(module for modules in by_wanted.values() for module in modules))
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
+
+
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:

@@ -105,10 +105,12 @@ class Checkpoints:
             CheckpointError: a window is under way, a value (named by its key) cannot be saved, or the disk failed. The
                 former checkpoint is still there. With ``async_save`` the next call that saves, loads, waits or destroys
                 raises it, and it is logged at once.
-            ValueError: the tag is not a valid folder name, or differs between ranks.
+            ValueError: there is no ``save_dir``, or the tag is not a valid folder name or differs between ranks.
             RankError: another rank makes a different call, or is gone.
         """
         self.wait()
+        if not save_dir:
+            raise ValueError(f'save_checkpoint() takes a folder, not {save_dir!r}; name one, such as "checkpoints"')
         client_state = client_state or {}
         check_keep_last(keep_last)
         if not isinstance(client_state, Mapping):
@@ -281,7 +283,7 @@ class Checkpoints:
         self._runs[whole.path.parent] = state["run"]
         engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
-        engine.optimizer.set_loss_scale(engine.loss_scaling.value)
+        engine.loss_scaling.hand_to(engine.optimizer)
         if scheduler:
             _load_state(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
         _load_state(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
 from longshore.optim.shards import is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.sharding import sharded_store
 
 _NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
 INSTEAD = {
@@ -31,7 +32,6 @@ INSTEAD = {
     "load_universal_checkpoint": "load_checkpoint() takes a checkpoint of any number of ranks",
     "allreduce_gradients": "engine.step() reduces what is left; between backwards longshore.utils.safe_get_full_grad "
     "does",
-    "empty_partition_cache": "longshore frees what it gathers by itself; leave the call out",
     "compile_autosp": _NO_MODEL_PARALLELISM,
     "compile_autotp": _NO_MODEL_PARALLELISM,
     "tput_timer": "engine.global_samples counts samples; longshore.trace() measures",
@@ -77,6 +77,10 @@ class DeepSpeedNames:
     _ranks: Ranks
     _loss_scaling: LossScale
     _window: Window
+    _file: Mapping[str, Any] = field(default_factory=dict)
+    """Content of a DeepSpeed file, where DeepSpeed's names are to be answered by it."""
+    _client_name: str = ""
+    """Name of the class of the optimizer that was passed to ``initialize()``."""
 
     # -- weights --------------------------------------------------------------
 
@@ -170,6 +174,12 @@ class DeepSpeedNames:
 
             set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))
 
+    def empty_partition_cache(self) -> None:
+        """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again. At other stages
+        nothing is gathered."""
+        if (sharded := sharded_store(self._optimizer)) is not None:
+            sharded.ownership.before_publishing()
+
     @property
     def is_compiled(self) -> bool:
         return getattr(self._module, "_compiled_call_impl", None) is not None
@@ -238,18 +248,31 @@ class DeepSpeedNames:
         return DTYPES[name] if name else self.get_data_types()[0]
 
     def optimizer_name(self) -> str:
-        return type(self._optimizer).__name__
+        """Return the configured type in lower case, or the name of the class that was passed to initialize()."""
+        if self._config.optimizer is None:
+            return self._client_name or type(self._optimizer).__name__
+        return str(self._in_file("optimizer", "type") or self._config.optimizer.type).lower()
 
-    # None if the user passed the optimizer, or if there is no schedule.
-    optimizer_params = _configured(lambda config: config.optimizer and config.optimizer.arguments())
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the parameters in the file, or all of a :class:`longshore.Config`'s; None if none is configured."""
+        optimizer = self._config.optimizer
+        return optimizer and (self._in_file("optimizer", "params") or optimizer.arguments())
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the parameters in the file, or all of a :class:`longshore.Config`'s; None if none is configured."""
+        scheduler = self._config.scheduler
+        return scheduler and (self._in_file("scheduler", "params") or scheduler.arguments())
+
+    def _in_file(self, section: str, name: str) -> Any:
+        return (self._file.get(section) or {}).get(name)
+
     scheduler_name = _configured(lambda config: config.scheduler and config.scheduler.type)
-    scheduler_params = _configured(lambda config: config.scheduler and config.scheduler.arguments())
     fp16_enabled = _configured(lambda config: "fp16" in (config.dtype, config.autocast))
     bfloat16_enabled = _configured(lambda config: config.dtype == "bf16")
     dynamic_loss_scale = _configured(
         lambda config: config.loss_scaling is not None and config.loss_scaling.scale is None
     )
-    gradient_clipping = _configured(lambda config: config.gradient_clipping)
+    gradient_clipping = _configured(lambda config: config.gradient_clipping or 0.0)
     gradient_predivide_factor = _configured(lambda config: config.gradient_predivide_factor)
     zero_optimization_stage = _configured(lambda config: config.stage)
     zero_optimization = _configured(lambda config: config.stage > 0)

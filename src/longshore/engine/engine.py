@@ -23,7 +23,7 @@ from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
-from longshore.engine.window import BatchSizes, Window
+from longshore.engine.window import BatchSizes, Window, check_loss
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
@@ -75,7 +75,7 @@ class Engine(EngineAttributes):
         self.save_checkpoint = self._checkpoints.save
         self.load_checkpoint = self._checkpoints.load
         self.wait_for_checkpoint = self._checkpoints.wait
-        optimizer.set_loss_scale(self.loss_scaling.value)
+        self.loss_scaling.hand_to(optimizer)
         # The window ends with the optimizer's step() or zero_grad(), whether the engine or its user calls them.
         optimizer.register_step_pre_hook(_weakly(self._check_step))
         optimizer.register_step_post_hook(_weakly(self._end_window))
@@ -101,7 +101,8 @@ class Engine(EngineAttributes):
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a ``loss.backward()`` of your own."""
+        """Return ``loss``, one element, times the loss scale, for a ``loss.backward()`` of your own."""
+        check_loss(loss, "scale")
         self._window.scaled = True
         return self._times_scale(loss)
 
@@ -119,9 +120,7 @@ class Engine(EngineAttributes):
         Returns:
             The loss as it was differentiated, without the loss scale.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
+        check_loss(loss, "backward")
         self._check_alive()
         window, optimizer = self._window, self.optimizer
         steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
@@ -229,7 +228,7 @@ class Engine(EngineAttributes):
         scaling.update(overflow)
         if not overflow:
             self.optimizer.step()
-        self.optimizer.set_loss_scale(scaling.value)
+        scaling.hand_to(self.optimizer, overflow)
         return not overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -16,19 +16,33 @@ from longshore.engine.config.model import LossScaling
 from longshore.engine.config.values import LARGEST_SCALE
 from longshore.engine.wording import is_integer, is_number, shown
 from longshore.errors import LongshoreError
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 
 class LossScaleError(LongshoreError):
     """Gradients overflow although the loss scale is at its minimum. Nothing was changed by the last window."""
 
 
-class FixedLossScale:
+class _Scale:
+    """What both kinds of scale share."""
+
+    value: float
+    is_dynamic: bool
+
+    def hand_to(self, optimizer: TiledOptimizer, overflowed: bool = False) -> None:
+        """Set the optimizer's loss scale; ``overflowed``: the step of the last window was skipped."""
+        optimizer.set_loss_scale(self.value, is_dynamic=self.is_dynamic, overflowed=overflowed)
+
+
+class FixedLossScale(_Scale):
     """A loss scale that is the same in every window.
 
     Args:
         scale: the scale; a step that overflows is skipped. None: the scale is 1, and NaN and infinity are applied, as
             in torch.
     """
+
+    is_dynamic = False
 
     def __init__(self, scale: float | None) -> None:
         self._value = 1.0 if scale is None else scale
@@ -50,13 +64,13 @@ class FixedLossScale:
         _check_keys(state_dict, set(), "a static loss scale" if self.skips_overflow else "no loss scale")
 
 
-class DynamicLossScale:
+class DynamicLossScale(_Scale):
     """A loss scale that doubles after ``window`` windows without overflow, and is halved after overflows.
 
     Once the hysteresis is used up, every further overflow halves the scale, until the hysteresis is refilled.
     """
 
-    skips_overflow = True
+    skips_overflow = is_dynamic = True
 
     def __init__(self, scaling: LossScaling) -> None:
         self._scaling = scaling

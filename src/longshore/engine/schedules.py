@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from longshore.engine.config.base import ConfigError, Problem
-from longshore.engine.config.schedulers import SCHEDULERS, ScheduleConfig
+from longshore.engine.config.schedulers import SCHEDULERS, OneCycleConfig, ScheduleConfig, WarmupCosineLRConfig
 from longshore.engine.wording import is_integer, shown
 from longshore.optim.other_name import stands_for
 
@@ -83,6 +83,20 @@ class Schedule(LRScheduler):
     def last_batch_iteration(self) -> int:
         """Number of calls of ``step()`` minus one, so -1 before the first call."""
         return self.last_epoch - 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter of the schedule, such as ``warmup_num_steps``, or what only this kind of schedule has."""
+        config = vars(self).get("_config")
+        if config is not None:
+            if name in type(config).model_fields and name != "type":
+                return getattr(config, name)
+            if name in ("min_lrs", "max_lrs") and (bounds := config.bounds([*map(float, self.base_lrs)])) is not None:
+                return bounds[name == "max_lrs"]
+            if name == "get_lr_ratio" and isinstance(config, WarmupCosineLRConfig):
+                return lambda: config.ratio(self.last_epoch)
+            if name == "get_mom" and isinstance(config, OneCycleConfig):
+                return lambda: config.betas(self.last_epoch, len(self.base_lrs)) if self._has_betas else None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def get_lr(self) -> list[float | Tensor]:
         return [*self._config.lrs(self.last_epoch, [float(base) for base in self.base_lrs])]

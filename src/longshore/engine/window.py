@@ -67,6 +67,13 @@ class BatchSizes:
         return train_batch_size // unit
 
 
+def check_loss(loss: object, call: str) -> None:
+    """Raise ValueError unless ``loss``, an argument of the engine's ``call``, is a tensor of one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"engine.{call}() takes a loss of one element, not {found}; reduce it, with mean() say")
+
+
 class Window:
     """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded."""
 

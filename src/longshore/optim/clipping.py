@@ -34,10 +34,13 @@ class Clipping:
 
     Attributes:
         loss_scale: the factor by which the losses of the window were multiplied.
+        is_dynamic: whether that factor changes with overflows.
+        overflowed: whether the gradients of the last window overflowed, so that its step was skipped.
     """
 
     def __init__(self) -> None:
         self.loss_scale = 1.0
+        self.is_dynamic = self.overflowed = False
         self.reset()
 
     def reset(self) -> None:

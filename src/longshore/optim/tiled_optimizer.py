@@ -180,12 +180,37 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._core.clipping.clip(norm, float(max_norm), self._core.source.fingerprint())
         return norm
 
-    def set_loss_scale(self, loss_scale: float) -> None:
+    def set_loss_scale(self, loss_scale: float, *, is_dynamic: bool = False, overflowed: bool = False) -> None:
         """Set the factor by which losses are multiplied from the next backward on; the step divides gradients by it.
-        Raises ValueError unless it is positive and finite."""
+
+        Args:
+            loss_scale: the factor.
+            is_dynamic, overflowed: what :attr:`dynamic_loss_scale` and :attr:`overflow` are from now on.
+
+        Raises:
+            ValueError: it is not positive and finite.
+        """
         if not 0.0 < loss_scale < math.inf:
             raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
-        self._core.clipping.loss_scale = float(loss_scale)
+        clipping = self._core.clipping
+        clipping.loss_scale, clipping.is_dynamic, clipping.overflowed = float(loss_scale), is_dynamic, overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor by which losses are multiplied; 1.0 without loss scaling."""
+        return self._core.clipping.loss_scale
+
+    cur_scale = loss_scale  # DeepSpeed's optimizers have both names
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether an engine changes the loss scale after overflows."""
+        return self._core.clipping.is_dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the engine skipped its last step because of gradients that were not finite."""
+        return self._core.clipping.overflowed
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

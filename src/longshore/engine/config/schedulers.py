@@ -58,6 +58,10 @@ class ScheduleConfig(NamedModel):
         """Betas after ``steps`` calls, one pair for each group; None: the schedule does not change them."""
         return None
 
+    def bounds(self, base_lrs: Sequence[float]) -> tuple[list[float], list[float]] | None:
+        """Lowest and highest rate of each group; None: the schedule has no such bounds."""
+        return None
+
 
 def _check_total(schedule: Any) -> Any:
     """Raise ValueError unless a schedule that decays has as many steps as its warmup."""
@@ -83,6 +87,9 @@ class WarmupLRConfig(ScheduleConfig):
         done = _warmup(steps - 1, self.warmup_num_steps, self.warmup_type)
         return _between(self.warmup_min_lr, self.warmup_max_lr, 1.0 if done is None else done, base_lrs)
 
+    def bounds(self, base_lrs: Sequence[float]) -> tuple[list[float], list[float]]:
+        return _bounds(self.warmup_min_lr, self.warmup_max_lr, base_lrs)
+
 
 class WarmupDecayLRConfig(ScheduleConfig):
     """``WarmupLR``, then linear decay to zero at ``total_num_steps``."""
@@ -103,6 +110,9 @@ class WarmupDecayLRConfig(ScheduleConfig):
             fraction = max(0.0, (self.total_num_steps - (steps - 1)) / max(1, self.total_num_steps - warmup))
         return _between(self.warmup_min_lr, self.warmup_max_lr, fraction, base_lrs)
 
+    def bounds(self, base_lrs: Sequence[float]) -> tuple[list[float], list[float]]:
+        return _bounds(self.warmup_min_lr, self.warmup_max_lr, base_lrs)
+
 
 class WarmupCosineLRConfig(ScheduleConfig):
     """Warmup and cosine decay as ratios of each group's learning rate."""
@@ -117,8 +127,12 @@ class WarmupCosineLRConfig(ScheduleConfig):
     _has_steps_to_decay = model_validator(mode="after")(_check_total)
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        ratio = 0.0 if steps == 0 else self._ratio(steps - 1)
+        ratio = self.ratio(steps)
         return [base * ratio for base in base_lrs]
+
+    def ratio(self, steps: int) -> float:
+        """The rates after ``steps`` calls of ``step()``, as a share of those that the groups started from."""
+        return 0.0 if steps == 0 else self._ratio(steps - 1)
 
     def _ratio(self, iteration: int) -> float:
         done = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
@@ -165,6 +179,9 @@ class OneCycleConfig(ScheduleConfig):
         if self._in_cycle(steps):
             return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(steps), base_lrs)
         return [low / self._decay(steps, self.decay_lr_rate) for low in _each(self.cycle_min_lr, len(base_lrs))]
+
+    def bounds(self, base_lrs: Sequence[float]) -> tuple[list[float], list[float]]:
+        return _bounds(self.cycle_min_lr, self.cycle_max_lr, base_lrs)
 
     def betas(self, steps: int, group_count: int) -> list[tuple[float, float]] | None:
         if not self.cycle_momentum:
@@ -236,9 +253,12 @@ def _each(value: float | Sequence[float], count: int) -> list[float]:
 
 def _between(low: PerGroup, high: PerGroup | None, fraction: float, base_lrs: Sequence[float]) -> list[float]:
     """The rate of each group at a fraction of the way from ``low`` to ``high``; None: to its rate in ``base_lrs``."""
+    return [low + (high - low) * fraction for low, high in zip(*_bounds(low, high, base_lrs), strict=True)]
+
+
+def _bounds(low: PerGroup, high: PerGroup | None, base_lrs: Sequence[float]) -> tuple[list[float], list[float]]:
     count = len(base_lrs)
-    pairs = zip(_each(low, count), base_lrs if high is None else _each(high, count), strict=True)
-    return [low + (high - low) * fraction for low, high in pairs]
+    return _each(low, count), [*base_lrs] if high is None else _each(high, count)
 
 
 def _warmup_steps(steps: int) -> int:

@@ -254,7 +254,7 @@ def clip(engine: Engine, max_norm: float) -> None:
     Raises:
         LongshoreError: the configuration clips to another norm.
     """
-    configured = engine.gradient_clipping()
+    configured = engine.config.gradient_clipping
     if configured is None:
         engine.optimizer.clip_grad_norm_(max_norm)
     elif configured != max_norm:

@@ -1,0 +1,62 @@
+"""What an engine answers scripts of DeepSpeed otherwise than those of longshore: names of the file, and calls that
+DeepSpeed asserts against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from longshore.compat.configuration import FileConfig
+from longshore.engine import Engine
+from longshore.errors import LongshoreError
+
+
+class CallError(LongshoreError, AssertionError):
+    """A call that DeepSpeed asserts against."""
+
+
+def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
+    """Have an engine answer with what the file says, and raise where DeepSpeed does.
+
+    Args:
+        engine: made by ``longshore.initialize()``.
+        config: what it was given; a mapping has a file's content.
+        optimizer: the one that was passed, or None.
+    """
+    if isinstance(config, Mapping):
+        vars(engine)["config"] = FileConfig.of(engine.config, config)  # scripts cannot assign it
+    engine._deepspeed = replace(
+        engine._deepspeed,
+        _file=config if isinstance(config, Mapping) else {},
+        _client_name=type(optimizer).__name__ if isinstance(optimizer, Optimizer) else "",
+    )
+    accumulate, apply, inside = engine.no_sync, engine.step, [False]
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        """:meth:`longshore.Engine.no_sync`, with DeepSpeed's restrictions."""
+        if engine.config.stage >= 2:
+            raise CallError(
+                f"no_sync() at stage {engine.config.stage}: DeepSpeed refuses it, as stages 2 and 3 shard gradients; "
+                "leave it out, or use coalesce_grad_reduction(), which works at every stage"
+            )
+        if inside[0]:
+            raise CallError("no_sync() inside no_sync(): DeepSpeed refuses it; leave the inner one out")
+        inside[0] = True
+        try:
+            with accumulate():
+                yield
+        finally:
+            inside[0] = False
+
+    def step(*arguments: Any, **options: Any) -> None:
+        """:meth:`longshore.Engine.step`, with DeepSpeed's restrictions."""
+        if inside[0]:
+            raise CallError("step() inside no_sync(): DeepSpeed refuses it; call it after the block")
+        apply(*arguments, **options)
+
+    engine.no_sync, engine.step = no_sync, step

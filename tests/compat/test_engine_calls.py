@@ -1,0 +1,134 @@
+"""What engines answer scripts of DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from longshore.compat.deepspeed.ops.adam import FusedAdam
+from longshore.compat.deepspeed.runtime import lr_schedules
+from torch import nn
+
+import longshore
+import longshore.compat.deepspeed as deepspeed
+from longshore import LongshoreError
+
+FILE = {"train_batch_size": 1, "gradient_clipping": 0.0}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}}
+
+
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = deepspeed.initialize(model=nn.Linear(4, 4), config={**FILE, **ADAM, **getattr(request, "param", {})})[0]
+    yield made
+    made.destroy()
+
+
+def test_names_are_those_of_the_file(engine: Any) -> None:
+    assert engine.optimizer_name() == "adam" and isinstance(engine.optimizer, longshore.AdamW)
+    assert engine.optimizer_params() == ADAM["optimizer"]["params"]
+    assert engine.scheduler_name() is None and engine.scheduler_params() is None
+    assert engine.gradient_clipping() == 0.0 and engine.config.get("gradient_clipping") == 0.0
+
+
+def test_names_of_a_schedule_and_of_an_optimizer_that_is_passed() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    model = nn.Linear(2, 2)
+    made = deepspeed.initialize(
+        model=model, optimizer=FusedAdam(model.parameters()), config={**FILE, "scheduler": schedule}
+    )
+    engine: Any = made[0]
+    assert engine.optimizer_name() == "FusedAdam" and engine.optimizer_params() is None
+    assert engine.scheduler_name() == "WarmupLR" and engine.scheduler_params() == schedule["params"]
+    engine.destroy()
+
+
+# -- no_sync -----------------------------------------------------------------------
+
+
+def test_no_sync_is_not_nested_and_has_no_step(engine: Any) -> None:
+    x = torch.ones(1, 4)
+    with engine.no_sync():
+        engine.backward(engine(x).sum())
+        for call, words in ((engine.step, "call it after the block"), (lambda: engine.no_sync().__enter__(), "leave")):
+            for kind in (AssertionError, LongshoreError):
+                with pytest.raises(kind, match=words):
+                    call()
+    engine.step()
+    assert engine.was_step_applied()
+    with pytest.raises(KeyError), engine.no_sync():
+        raise KeyError
+    with engine.no_sync():  # after an error in a block, too
+        pass
+
+
+@pytest.mark.parametrize(
+    "engine", [{"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}], indirect=True
+)
+def test_no_sync_is_refused_where_gradients_are_sharded(engine: Any) -> None:
+    stage = engine.zero_optimization_stage()
+    with pytest.raises(AssertionError, match=re.escape(f"no_sync() at stage {stage}")), engine.no_sync():
+        pass
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert engine.was_step_applied()
+
+
+# -- leaves ------------------------------------------------------------------------
+
+
+def test_leaves_by_name_and_suffix() -> None:
+    utils = deepspeed.utils
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    inner = model[1]
+    assert isinstance(inner, nn.Sequential)
+    assert utils.set_z3_leaf_modules_by_name(model, ["1.0"]) == ([inner[0]], [])
+    assert utils.get_z3_leaf_modules(model) == [inner[0]]
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0", ".1"]) == ([model[0], inner[0], inner[1]], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False) == ([model[0], inner[0]], [])
+    assert utils.get_z3_leaf_modules(model) == [inner[1]]
+    for call in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix):
+        assert call(model, ["nope"], raise_if_not_found=False) == ([], ["nope"])
+        with pytest.raises(ValueError, match=r"found no module nope"):
+            call(model, ["nope"])
+
+
+def test_a_leaf_counts_where_the_stage_is_written_as_a_string() -> None:
+    from longshore.compat.zero import policy_for
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    deepspeed.utils.set_z3_leaf_modules_by_name(model, ["1"])
+    assert policy_for(model, {"zero_optimization": {"stage": "3"}}) is not None
+    assert policy_for(model, {"zero_optimization": {"stage": "2"}}) is None
+
+
+# -- schedules ---------------------------------------------------------------------
+
+
+def test_constants_of_schedules_are_the_names_of_their_parameters() -> None:
+    names = [name for name in dir(lr_schedules) if name.isupper() and isinstance(getattr(lr_schedules, name), str)]
+    assert len(names) > 30 and lr_schedules.WARMUP_LOG_RATE == "log" and lr_schedules.WARMUP_LINEAR_RATE == "linear"
+    config = {
+        "type": lr_schedules.WARMUP_DECAY_LR,
+        "params": {
+            lr_schedules.TOTAL_NUM_STEPS: 10,
+            lr_schedules.WARMUP_NUM_STEPS: 5,
+            lr_schedules.WARMUP_TYPE: lr_schedules.WARMUP_LINEAR_RATE,
+        },
+    }
+    made = deepspeed.initialize(model=nn.Linear(2, 2), config={**FILE, **ADAM, "scheduler": config})
+    schedule: Any = made[3]
+    assert schedule.total_num_steps == 10 and schedule.min_lrs == [0.0]
+    made[0].destroy()
