@@ -26,8 +26,12 @@ class LossScaleError(LongshoreError):
 class _Scale:
     """What both kinds of scale share."""
 
-    value: float
     is_dynamic: bool
+    _value: float
+
+    @property
+    def value(self) -> float:
+        return self._value
 
     def hand_to(self, optimizer: TiledOptimizer, overflowed: bool = False) -> None:
         """Set the optimizer's loss scale; ``overflowed``: the step of the last window was skipped."""
@@ -47,10 +51,6 @@ class FixedLossScale(_Scale):
     def __init__(self, scale: float | None) -> None:
         self._value = 1.0 if scale is None else scale
         self.skips_overflow = scale is not None
-
-    @property
-    def value(self) -> float:
-        return self._value
 
     def update(self, overflow: bool) -> None:
         """Do nothing, since the user chose the scale."""
@@ -79,10 +79,6 @@ class DynamicLossScale(_Scale):
         self._hysteresis_left = scaling.hysteresis
         self._windows = 0
         self._last_overflow = -1
-
-    @property
-    def value(self) -> float:
-        return self._value
 
     def update(self, overflow: bool) -> None:
         """End a window; ``overflow``: its gradients had an infinity or a NaN on some rank.
