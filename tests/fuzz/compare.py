@@ -100,6 +100,8 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         # Nothing happened, so the plain side does nothing either. Both discard the window.
         outcome.refused.update([next(filter(None, refused))])
         outcome.over |= not all(refused) and apart
+        # Something did happen if the step called a closure first: its backward, and the hooks there that count calls.
+        outcome.over |= "closure" in statement
         if outcome.over:
             return None
         if not all(refused):
