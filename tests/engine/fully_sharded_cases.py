@@ -687,6 +687,53 @@ def thawed_while_gathered(handles: str) -> None:
                 assert names["extra.weight"].requires_grad == trainable
 
 
+def written_while_gathered(handles: str, then: str) -> None:
+    """A forward without a backward leaves the root's parameters gathered; the script writes the shards that it holds,
+    or the tensors that the model has then, and goes on with a forward, with its backward, or by reading the state."""
+    with beside() as pair:
+        held = dict(pair.model.named_parameters())
+        for step in range(3):
+            loss = pair.model(words_of(step, pair.rank))
+            with torch.no_grad():
+                found = held if handles == "shards" else dict(pair.model.named_parameters())
+                for each in (found["extra.weight"], pair.twin.extra.weight):  # which this forward does not use
+                    each.mul_(1.5)
+            places = [index for index, each in enumerate(pair.loop.parameters) if each is pair.twin.extra.weight]
+            pair.loop.refresh(*places)
+            if then == "backward":
+                pair.train(step, lambda model, rank, loss=loss, step=step: _loss_of(model, pair, rank, loss, step))
+                continue
+            if then == "state":
+                state = pair.model.state_dict()
+                assert torch.equal(whole(state["extra.weight"]), pair.twin.extra.weight)
+            pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
+
+
+def _loss_of(model: Any, pair: Beside, rank: int, loss: Tensor, step: int) -> list[Tensor]:
+    return [loss if model is pair.engine else model(words_of(step, rank))]
+
+
+def written_twice_while_gathered(how: str) -> list[str]:
+    """What the next forward says, and what the one after it; the shard's values count."""
+    with beside() as pair:
+        held = dict(pair.model.named_parameters())["extra.weight"]
+        before = whole(held).detach().clone()
+        pair.model(words_of(0, pair.rank))
+        gathered = dict(pair.model.named_parameters())["extra.weight"]
+        with torch.no_grad():
+            if how == "data":
+                gathered.data.mul_(2.0)
+            else:
+                held.mul_(3.0)
+                gathered.mul_(2.0)
+        said = [raised_by(lambda: pair.engine(words_of(0, pair.rank)))]
+        pair.engine.zero_grad()
+        said.append(raised_by(lambda: pair.engine(words_of(0, pair.rank))))
+        pair.engine.zero_grad()
+        assert torch.equal(whole(held), before if how == "data" else before * 3.0)
+        return said
+
+
 def old_parameters_are_empty() -> None:
     """Whoever kept a parameter from before has nothing that could be taken for the weights."""
     model = make_tower()

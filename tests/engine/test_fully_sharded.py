@@ -238,6 +238,19 @@ def test_frozen_and_thawed_while_gathered(handles: str, two_ranks: Ranks) -> Non
     two_ranks(cases.thawed_while_gathered, handles)
 
 
+@pytest.mark.parametrize("then", ["forward", "backward", "state"])
+@pytest.mark.parametrize("handles", ["shards", "model"])
+def test_written_while_gathered(handles: str, then: str, two_ranks: Ranks) -> None:
+    two_ranks(cases.written_while_gathered, handles, then)
+
+
+@pytest.mark.parametrize("how", ["data", "both"])
+def test_two_writes_while_gathered_are_an_error(how: str, two_ranks: Ranks) -> None:
+    for first, second in two_ranks(cases.written_twice_while_gathered, how):
+        assert first.startswith("ParameterError: parameter extra.weight was written"), first
+        assert second == ""
+
+
 def test_nothing_is_left_of_an_engine_that_never_ran(two_ranks: Ranks) -> None:
     two_ranks(cases.destroyed_before_its_first_forward)
 

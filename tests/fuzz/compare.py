@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -155,11 +156,19 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
+def shard_of(p: Tensor) -> Any:
+    """The shard of a parameter at stage 3, which a model does not have between a forward and its backward."""
+    fsdp = sys.modules.get("longshore.sharding.fsdp")
+    found = None if fsdp is None else fsdp._find(p)
+    return p if found is None else found[1].sharded_param
+
+
 def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | None:
     mine, theirs = ours.names.get("m"), plain.names.get("m")
     if mine is None or theirs is None:
         return None
-    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+    for (name, given), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        p = shard_of(given)
         if not same(mine_now := whole(p).detach(), q.detach()):
             return Finding("weights differ", place, f"{name}: {_difference(mine_now, q)}")
         if ours.released:

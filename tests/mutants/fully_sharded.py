@@ -151,9 +151,30 @@ MUTANTS = [
     Mutant(
         "stale weights stay gathered after an evaluation",
         "sharding/fsdp.py",
-        "        if not torch.is_grad_enabled():\n            self.reshard()",
-        "        return",
+        "        else:\n            self._free()",
+        "",
         (FULLY_SHARDED,),
+    ),
+    Mutant(
+        "what is written to a gathered tensor is lost",
+        "sharding/gathered_writes.py",
+        "        own.copy_(mine.view(own.shape))\n",
+        "        pass\n",
+        (FULLY_SHARDED + "::test_written_while_gathered",),
+    ),
+    Mutant(
+        "a shard that was written is not gathered anew",
+        "sharding/gathered_writes.py",
+        "        return any(by_shard)\n",
+        "        return False\n",
+        (FULLY_SHARDED + "::test_written_while_gathered",),
+    ),
+    Mutant(
+        "a write that torch does not count is lost between a forward and its backward",
+        "sharding/gathered_writes.py",
+        "        for each in gathered:\n            _check_same(each)\n",
+        "",
+        (FULLY_SHARDED + "::test_two_writes_while_gathered_are_an_error",),
     ),
     Mutant(
         "a rank has the next one's rows",
@@ -199,7 +220,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tied parameter is known in one module",
-        "sharding/fsdp.py",
+        "sharding/fsdp_records.py",
         "member._module_info.module, *member._module_info.shared_modules]",
         "member._module_info.module]",
         (FULLY_SHARDED,),

@@ -1,6 +1,7 @@
 """A model on torch's FSDP2, which gathers its parameters for each forward and backward.
 
-Only this file, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private interfaces (torch 2.13).
+Only this file, fsdp_records.py, gathered_writes.py, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private
+interfaces (torch 2.13).
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.tensor import Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from longshore.optim.shards import flat, former_of, held_part, is_former, present
+from longshore.sharding.fsdp_records import check_supported, groups_of, modules_with, parallel_placements
+from longshore.sharding.gathered_writes import GatheredWrites
 from longshore.sharding.layout import ParameterLayout, RankGrid
 from longshore.sharding.whole import Whole
 
@@ -52,7 +54,7 @@ class FullyShardedModel:
         self.members: dict[int, Any] = {}
         self.whole: dict[int, Whole] = {}
         self.group_of: dict[int, int] = {}
-        groups = [group for module in self.modules for group in _groups_of(module)]
+        groups = [group for module in self.modules for group in groups_of(module)]
         for number, group in enumerate(groups):
             for member in group.fsdp_params:
                 self.members[id(member.sharded_param)] = member
@@ -70,14 +72,20 @@ class FullyShardedModel:
         self._check_dtypes(groups)
         self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
         """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
+        self._writes = GatheredWrites()
         self._root_hooks = [
             model.register_forward_pre_hook(self._before_forward, prepend=True),  # before FSDP2's own
             model.register_forward_hook(self._after_forward),
+            model.register_state_dict_pre_hook(lambda *_: self.align()),
         ]
+        before: Any = model._state_dict_pre_hooks
+        before.move_to_end(self._root_hooks[-1].id, last=False)  # before FSDP2's own, which frees gathered tensors
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():
             module.zero_grad = functools.partial(_zero_grad, module, module.zero_grad)
+        for module in self.modules:
+            module.reshard = functools.partial(self._reshard, module)
         _MODELS.add(self)
 
     def _check_meshes(self) -> tuple[Any, RankGrid]:
@@ -89,8 +97,8 @@ class FullyShardedModel:
         parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
         whole = next(parallel, data_mesh)
         for name, member in members.items():
-            _check_supported(name, member)
-            expected = whole if _parallel_placements(member) else data_mesh
+            check_supported(name, member)
+            expected = whole if parallel_placements(member) else data_mesh
             mesh = member._spmd_mesh
             if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
                 raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
@@ -110,7 +118,7 @@ class FullyShardedModel:
 
     def layout_of(self, parameter: Tensor) -> ParameterLayout:
         """Return which rank has which part of a parameter."""
-        parallel = _parallel_placements(self.members[id(parameter)])
+        parallel = parallel_placements(self.members[id(parameter)])
         dim = next((placement.dim for placement in parallel if placement.is_shard()), None)
         return ParameterLayout(tuple(parameter.shape), dim, self.grid)
 
@@ -124,13 +132,28 @@ class FullyShardedModel:
         for hook in (*self._root_hooks, *self._hooks.values()):
             hook.remove()
         for module in self.model.modules():
-            module.__dict__.pop("zero_grad", None)
+            for name in ("zero_grad", "reshard"):
+                vars(module).pop(name, None)
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
 
     @_disable_dynamo
     def _before_forward(self, *_: object) -> None:
+        self.align()
+
+    def align(self) -> None:
+        """Make one of shards and gathered tensors: both have what scripts did to either. Not for inside a forward.
+
+        Raises:
+            ParameterError: as :meth:`GatheredWrites.take` does; the parameters are shards then.
+        """
         self.align_trainable()
+        anew = True
+        try:
+            anew = self._writes.take()
+        finally:
+            if anew:
+                self._free()
 
     def align_trainable(self) -> None:
         """Freeze or thaw a shard, the tensor into which it is gathered, and the parameter that it replaced as the user
@@ -149,11 +172,14 @@ class FullyShardedModel:
             for each in handles:
                 each.requires_grad_(not before)
 
+    @_disable_dynamo
     def _after_forward(self, *_: object) -> None:
         # FSDP2 keeps the root's parameters for a backward. After an evaluation there is no backward: they would take
         # memory, and replace in the model the parameters that are stepped.
-        if not torch.is_grad_enabled():
-            self.reshard()
+        if torch.is_grad_enabled():
+            self._writes.watch((self.names[key], each, self.layout_of) for key, each in self.members.items())
+        else:
+            self._free()
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """Return the tensor into which the parameter is gathered, always the same one; None before the first gather."""
@@ -167,7 +193,7 @@ class FullyShardedModel:
         def once(module: nn.Module, *_: object) -> None:
             self._hooks.pop(module).remove()
             assert isinstance(module, FSDPModule)
-            for member in (member for group in _groups_of(module) for member in group.fsdp_params):
+            for member in (member for group in groups_of(module) for member in group.fsdp_params):
                 if member.sharded_param.numel() == 0:
                     # Nobody takes this gradient, and FSDP2 cannot reduce a tensor without elements.
                     leaf = member._unsharded_param
@@ -183,15 +209,30 @@ class FullyShardedModel:
     def gather_by(self, how: Callable[[int], AllGather]) -> None:
         """Gather the parameters of module number ``n`` by ``how(n)``, unless the user chose an all-gather."""
         for number, module in enumerate(self.modules):
-            for group in _groups_of(module):
+            for group in groups_of(module):
                 if isinstance(group._all_gather_comm, DefaultAllGather):
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Free gathered parameters: the root's stay after a forward without a backward, and become stale."""
+        """Free gathered parameters, after :meth:`align`: the root's stay after a forward without a backward, and become
+        stale."""
+        self.align()
+        self._free()
+
+    def align_before_backward(self) -> None:
+        """As :meth:`align`; what is gathered stays so."""
+        self.align_trainable()
+        self._writes.take_before_backward()
+
+    def _reshard(self, module: FSDPModule) -> None:
+        """Do what a script means by ``module.reshard()``."""
+        self.align()
+        FSDPModule.reshard(module)
+
+    def _free(self) -> None:
         self.align_trainable()
         for module in self.modules:
-            module.reshard()
+            FSDPModule.reshard(module)
 
     def reset(self) -> None:
         """Reset FSDP2 after a forward or backward that raised: otherwise later ones would run no hooks."""
@@ -211,7 +252,7 @@ def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: b
     former(set_to_none)
     within = set(module.modules())
     members = [member for model in _MODELS for member in model.members.values()]
-    found = [each for each in members if not within.isdisjoint(_modules_with(each))]
+    found = [each for each in members if not within.isdisjoint(modules_with(each))]
     nn.ParameterList(each.sharded_param for each in found).zero_grad(set_to_none)
 
 
@@ -237,7 +278,7 @@ class Block:
             model, member = _member_of(given)
             found[id(member)] = model, member
             self.handles.append(given if is_former(given) else member.sharded_param)
-            if writes and _parallel_placements(member):
+            if writes and parallel_placements(member):
                 # The module keeps its part, and a write to the copy would be lost silently.
                 raise ValueError(
                     f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which "
@@ -250,10 +291,10 @@ class Block:
             module
             for model in self._models
             for module in model.modules
-            if any(id(member) in found for group in _groups_of(module) for member in group.fsdp_params)
+            if any(id(member) in found for group in groups_of(module) for member in group.fsdp_params)
         ]
         for model in self._models:
-            model.align_trainable()
+            model.align()
         try:
             for module in self._modules:
                 self._gather(module)
@@ -264,7 +305,7 @@ class Block:
     def _gather(self, module: FSDPModule) -> None:
         """Make those of the parameters whole that a module gathers, one module after the other: memory for one more is
         enough."""
-        here = {id(member) for group in _groups_of(module) for member in group.fsdp_params}
+        here = {id(member) for group in groups_of(module) for member in group.fsdp_params}
         wanted = [(model, member) for model, member in self._members if id(member) in here]
         if any(id(member.sharded_param) not in model.whole for model, member in wanted):
             module.unshard()
@@ -276,7 +317,7 @@ class Block:
                 model.whole[id(shard)] = Whole(name, shard, member._unsharded_param, [] if former is None else [former])
             model.whole[id(shard)].begin(self, self._writes)
         if all(model.grid.tp_size == 1 for model, _ in wanted):
-            module.reshard()  # the module has the shards now, which are whole
+            FSDPModule.reshard(module)  # the module has the shards now, which are whole
 
     def whole(self) -> list[Whole]:
         return [model.whole[id(member.sharded_param)] for model, member in self._members]
@@ -314,7 +355,7 @@ class Block:
         for model in self._models:
             model.align_trainable()
         for module in self._modules:
-            module.reshard()
+            FSDPModule.reshard(module)
 
 
 def is_member(parameter: Tensor) -> bool:
@@ -343,47 +384,3 @@ def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
             "was given, or its engine is gone"
         )
     return found
-
-
-def tensor_parallel_size(model: nn.Module) -> int:
-    """Return the number of ranks of tensor parallelism in a model that ``fully_shard`` was applied to."""
-    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
-    specs = [member._unsharded_dtensor_spec for group in groups for member in group.fsdp_params]
-    return max((spec.mesh.size() for spec in specs if spec is not None), default=1)
-
-
-def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Return FSDP2's records of the groups of parameters that it gathers together for a module."""
-    return module._get_fsdp_state()._fsdp_param_groups
-
-
-def _modules_with(member: Any) -> list[nn.Module]:
-    """Return the modules that have a parameter: several if it is tied."""
-    return [member._module_info.module, *member._module_info.shared_modules]
-
-
-def _parallel_placements(member: Any) -> Sequence[Any]:
-    """Return the placements on the dimensions of tensor parallelism; empty for a parameter outside of it."""
-    spec = member._unsharded_dtensor_spec
-    return () if spec is None else spec.placements
-
-
-def _check_supported(name: str, member: Any) -> None:
-    placements, parallel = member.sharded_param.placements, _parallel_placements(member)
-    found = f"parameter {name} is placed as {placements} on {member._spmd_mesh}"
-    # Other placements, such as strided shards, are of neither type.
-    taken = all(type(each) in (Shard, Replicate) for each in parallel)
-    if len(parallel) > 1 or not taken or member.mesh_info.is_spmd_mesh:
-        raise ValueError(
-            f"{found}; beside fully_shard longshore takes tensor parallelism over one dimension of a mesh, applied "
-            "before it, that shards or replicates each parameter (parallelize_module, and then fully_shard with the "
-            "mesh of the other dimensions)"
-        )
-    *replicated, sharded = placements[: len(placements) - len(parallel)]
-    # The placement is strided if tensor parallelism divides the first dimension too: FSDP2 then divides each part.
-    by_rows = getattr(sharded, "dim", None) == 0
-    if not by_rows or not all(placement.is_replicate() for placement in replicated):
-        raise ValueError(
-            f"{found}; longshore steps parameters that are sharded along their first dimension over the last dimension "
-            "of a mesh (that of tensor parallelism left aside), and replicated over the others"
-        )

@@ -118,7 +118,7 @@ class FullySharded(Ownership):
             raise
 
     def into_backward(self) -> None:
-        self._model.align_trainable()
+        self._model.align_before_backward()
         # If another rank's forward raised after its last gather, this rank was not told of it in its own forward, and
         # that rank is not in this backward. A round would wait for it, while it waits for the same ranks in its next
         # forward.
