@@ -169,6 +169,17 @@ def test_a_reference_model(ranks: int, stage: int) -> None:
 # -- Accelerate with a DeepSpeedPlugin ---------------------------------------------------------------------------------
 
 
+def compare_accelerated(tmp_path: Path, arguments: list[str], stage: int, ranks: int) -> None:
+    def command(name: str) -> list[str]:
+        given = [str(tmp_path / f"state_{name}") if each == "STATE" else each for each in arguments]
+        return [str(SCRIPTS / "accelerated.py"), *given, "--out", str(tmp_path / name)]
+
+    plain = start(*command("plain"), ranks=ranks)
+    run_deepspeed(*command("ours"), "--deepspeed", str(stage), ranks=ranks)
+    end(plain)
+    assert_same(torch.load(tmp_path / "ours"), torch.load(tmp_path / "plain"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, arguments",
@@ -180,11 +191,62 @@ def test_a_reference_model(ranks: int, stage: int) -> None:
     ],
 )
 def test_accelerate_equals_its_plain_loop(stage: int, arguments: list[str], tmp_path: Path) -> None:
-    def command(name: str) -> list[str]:
-        given = [str(tmp_path / f"state_{name}") if each == "STATE" else each for each in arguments]
-        return [str(SCRIPTS / "accelerated.py"), *given, "--out", str(tmp_path / name)]
+    compare_accelerated(tmp_path, arguments, stage, ranks=1)
 
-    plain = start(*command("plain"))
-    run_deepspeed(*command("ours"), "--deepspeed", str(stage))
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "stage, arguments",
+    [
+        pytest.param(1, ["--accumulation", "2"], id="stage1-accumulation"),
+        pytest.param(2, ["--dummies"], id="stage2-dummies"),
+        pytest.param(2, ["--state", "STATE"], id="stage2-state"),
+        pytest.param(3, [], id="stage3"),
+        pytest.param(3, ["--state", "STATE"], id="stage3-state"),
+    ],
+)
+def test_accelerate_on_two_ranks(stage: int, arguments: list[str], tmp_path: Path) -> None:
+    compare_accelerated(tmp_path, arguments, stage, ranks=2)
+
+
+# -- accelerate launch with a DeepSpeed YAML ---------------------------------------------------------------------------
+
+KEYS = """\
+  zero_stage: {stage}
+  gradient_accumulation_steps: 1
+  gradient_clipping: 1000000.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: false
+  zero3_save_16bit_model: true
+"""
+YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+{keys}
+machine_rank: 0
+num_machines: 1
+num_processes: {ranks}
+main_process_port: 0
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks, stage, by_file", [(1, 2, False), (2, 2, False), (2, 3, False), (2, 2, True)])
+def test_accelerate_launch(ranks: int, stage: int, by_file: bool, tmp_path: Path) -> None:
+    keys, arguments = KEYS.format(stage=stage), list[str]()
+    if by_file:
+        keys, arguments = f"  deepspeed_config_file: {tmp_path / 'ds.json'}", ["--dummies"]
+        file: dict[str, Any] = {**AUTO, "gradient_clipping": 1e6, "gradient_accumulation_steps": 1}
+        file["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+        file["zero_optimization"] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        (tmp_path / "ds.json").write_text(json.dumps(file))
+    (tmp_path / "ds.yaml").write_text(YAML.format(keys=keys, ranks=ranks))
+    command = [str(SCRIPTS / "accelerated.py"), *arguments, "--out"]
+    plain = start(*command, str(tmp_path / "plain"), ranks=ranks)
+    # The program as pip has installed it, beside python.
+    program = str(Path(sys.executable).with_name("accelerate"))
+    run_deepspeed(program, "launch", "--config_file", str(tmp_path / "ds.yaml"), *command, str(tmp_path / "ours"))
     end(plain)
     assert_same(torch.load(tmp_path / "ours"), torch.load(tmp_path / "plain"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from compat.running import SCRIPTS
+from longshore.compat.absent import VERSION
 
 RUN = [sys.executable, "-m", "longshore", "run-deepspeed"]
 FORMER = [*RUN[:-1], "run", "--as-deepspeed"]
@@ -73,6 +74,47 @@ def test_how_a_script_ends(tmp_path: Path, body: str) -> None:
     theirs, ours = run(sys.executable, str(path)), run(*RUN, str(path))
     assert ours.returncode == theirs.returncode != 0
     assert ours.stderr.splitlines() == theirs.stderr.splitlines()
+
+
+def test_a_program_on_the_path(tmp_path: Path) -> None:
+    program = tmp_path / "tool"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys, deepspeed\n"
+        "print(deepspeed.__version__, sys.argv, os.environ['LONGSHORE_PYTHON'])\n"
+    )
+    program.chmod(0o755)
+    done = run(*RUN, "tool", "a", cwd=tmp_path.parent, PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{VERSION} {[str(program), 'a']} {sys.executable}\n"
+    former = run(*RUN, "tool", cwd=tmp_path.parent, PATH=str(tmp_path), PYTHON_EXEC="/a/python")
+    assert former.stdout.endswith(" /a/python\n")
+    program.write_text("#!/bin/sh\nexit 0\n")
+    refused = run(*RUN, "tool", cwd=tmp_path.parent, PATH=str(tmp_path))
+    assert refused.returncode == 2 and "is not a Python script" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_module", [False, True])
+def test_ranks_that_a_script_starts(as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "ranked.py").write_text(
+        "import os, sys, deepspeed\nprint(deepspeed.__version__, os.environ['RANK'], sys.argv[1:])\n"
+    )
+    what = ["--module", "ranked"] if as_module else [str(tmp_path / "ranked.py")]
+    (tmp_path / "starts.py").write_text(
+        f"from torch.distributed.run import main\nmain(['--standalone', '--nproc-per-node=2', *{what}, '-m', 'b'])\n"
+    )
+    done = run(*RUN, str(tmp_path / "starts.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{VERSION} {rank} ['-m', 'b']" for rank in range(2)]
+
+
+def test_a_launcher_of_several_machines_is_refused() -> None:
+    from longshore.compat.deepspeed.launcher.runner import (  # pyright: ignore[reportMissingImports]
+        DEEPSPEED_ENVIRONMENT_NAME,
+    )
+
+    with pytest.raises(ValueError, match="deepspeed_multinode_launcher standard"):
+        os.fspath(DEEPSPEED_ENVIRONMENT_NAME)  # what open() does
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -28,11 +29,15 @@ def run_deepspeed(script: _Script, module: _Module = False, local_rank: _LocalRa
     """Run an unmodified DeepSpeed script: its `import deepspeed` gets longshore, in this process only.
 
     On several ranks: torchrun --nproc-per-node=2 -m longshore run-deepspeed train.py ...
+
+    SCRIPT may also be a Python program on the PATH, such as a launcher: longshore run-deepspeed accelerate launch ...
+    Ranks that it starts with torchrun get longshore too.
     """
     name, arguments = script[0], script[1:]
     if not module and not os.path.exists(name):
-        raise SettingsError(f"there is no script {name}")
+        name = _program(name)
     _set_rank()
+    _set_python_of_ranks()
     if local_rank:
         arguments = [f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]
     from longshore.compat.finder import stand_in_for_deepspeed
@@ -71,6 +76,27 @@ def _set_rank() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+
+
+def _program(name: str) -> str:
+    """Return the path of a program on the PATH that is a Python script, as pip installs them."""
+    path = None if os.sep in name else shutil.which(name)
+    if path is None:
+        raise SettingsError(f"there is no script {name}")
+    with open(path, "rb") as file:
+        start = file.read(1024)
+    # pip writes "#!/bin/sh" and a line with exec where the path of python is long.
+    if not start.startswith(b"#!") or b"python" not in start:
+        raise SettingsError(f"{path} is not a Python script; give the script, or -m and a module")
+    return path
+
+
+def _set_python_of_ranks() -> None:
+    """Have torchrun, if the script starts it, run its ranks with this command: torchrun reads PYTHON_EXEC."""
+    own = str(Path(__file__).parents[1] / "compat" / "rank.sh")
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if python != own:
+        os.environ.update(LONGSHORE_PYTHON=python, PYTHON_EXEC=own)
 
 
 def _run(name: str, is_module: bool) -> None:

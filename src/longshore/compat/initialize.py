@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -155,6 +156,19 @@ def init_distributed(
     if not dist.is_initialized():
         backend = dist_backend or ("nccl" if join().device.type == "cuda" else "gloo")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+class _EnvironmentFile(os.PathLike[str]):
+    """The file with variables for DeepSpeed's launcher of several machines, which would run DeepSpeed itself."""
+
+    def __fspath__(self) -> str:
+        raise ValueError(
+            "DeepSpeed's launcher of several machines would start ranks without longshore; give accelerate launch "
+            "--deepspeed_multinode_launcher standard, on each machine"
+        )
+
+
+DEEPSPEED_ENVIRONMENT_NAME = _EnvironmentFile()
 
 
 def get_world_group() -> dist.ProcessGroup | None:

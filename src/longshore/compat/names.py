@@ -71,6 +71,8 @@ PROVIDED: dict[str, dict[str, Any]] = {
         "inference_all_reduce": dist.all_reduce,
     },
     "comm.comm": _COMM,
+    "launcher": {},
+    "launcher.runner": _of(initialize, "DEEPSPEED_ENVIRONMENT_NAME"),
     "ops": {},
     "ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
     "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),

@@ -1,10 +1,14 @@
-"""A loop with Accelerate as its documentation has it; ``--deepspeed STAGE`` adds a DeepSpeedPlugin."""
+"""A loop with Accelerate as its documentation has it; ``--deepspeed STAGE`` adds a DeepSpeedPlugin.
+
+Under ``accelerate launch`` with a DeepSpeed YAML, Accelerate makes the plugin itself.
+"""
 
 import argparse
+import os
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -36,19 +40,33 @@ elif args.deepspeed is not None:
         zero3_save_16bit_model=True,
         zero3_init_flag=False,
     )
-accelerator = Accelerator(cpu=plugin is None, gradient_accumulation_steps=args.accumulation, deepspeed_plugin=plugin)
-assert plugin is None or accelerator.distributed_type == "DEEPSPEED"
+uses_deepspeed = plugin is not None or "ACCELERATE_USE_DEEPSPEED" in os.environ
+# Without CUDA, Accelerate counts one process under DeepSpeed unless a backend is named.
+world_size = int(os.environ.get("WORLD_SIZE", "1"))
+backend = [InitProcessGroupKwargs(backend="gloo")] if world_size > 1 else []
+accelerator = Accelerator(
+    cpu=not uses_deepspeed,
+    gradient_accumulation_steps=args.accumulation,
+    deepspeed_plugin=plugin,
+    kwargs_handlers=backend,
+)
+assert accelerator.num_processes == world_size
+assert uses_deepspeed == (accelerator.distributed_type == "DEEPSPEED")
 set_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 data = TensorDataset(torch.randn(64, 16), torch.randn(64, 16))
 loader = DataLoader(data, batch_size=4, shuffle=True)
 
 
+# Accelerate steps a schedule once for each process, but one that is made through a DummyScheduler once for all.
+steps = accelerator.num_processes if uses_deepspeed and args.dummies else 1
+
+
 def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step * steps))
 
 
-if plugin is not None and args.dummies:
+if uses_deepspeed and args.dummies:
     from accelerate.utils import DummyOptim, DummyScheduler
 
     optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.01)
