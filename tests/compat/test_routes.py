@@ -154,6 +154,16 @@ def test_the_trainer_resumes(ranks: int, stage: int, tmp_path: Path, model: str)
     assert_same(weights(tmp_path / "out"), whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_pretrained_weights_at_stage_3_before_the_ranks_have_joined(ranks: int, tmp_path: Path, model: str) -> None:
+    script = str(SCRIPTS / "hf_config.py")
+    plain = start(script, "plain", model, str(tmp_path / "plain"), ranks=ranks)
+    run_deepspeed(script, "deepspeed", model, str(tmp_path / "ours"), ranks=ranks)
+    end(plain)
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"))
+
+
 # -- engines without an optimizer --------------------------------------------------------------------------------------
 
 

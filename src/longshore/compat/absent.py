@@ -66,8 +66,12 @@ REFUSED = {
     **_for("there is no NVMe offload; use offload_optimizer.device cpu", "ops.aio runtime.swap_tensor"),
     **_for("optimizers are made by initialize()", "runtime.zero.stage3 runtime.zero.stage_1_and_2"),
     **_for("use torch.cuda.nvtx.range", "utils.instrument_w_nvtx utils.nvtx"),
+    **_for(
+        "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT",
+        "launcher.constants launcher.launch launcher.launcher_helper launcher.multinode_runner "
+        "launcher.runner.fetch_hostfile launcher.runner.main launcher.runner.parse_args",
+    ),
     "autotuning": "choose batch and bucket sizes yourself",
-    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT",
     "monitor": "write figures with the logger of your choice after engine.step()",
     "nebula": "save with engine.save_checkpoint(async_save=True)",
     "ops.lamb": _LAMB,

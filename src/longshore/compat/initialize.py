@@ -1,26 +1,22 @@
-"""``deepspeed.initialize`` and ``deepspeed.init_distributed``, on longshore's engine."""
+"""``deepspeed.initialize``, on longshore's engine."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from longshore import engine as own
 from longshore.compat.configuration import for_evaluation
+from longshore.compat.distributed import init_distributed
 from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
 from longshore.engine.config.load import read_config
-from longshore.engine.ranks import DEFAULT_TIMEOUT, join
 from longshore.engine.setup import Initialized
 from longshore.errors import LongshoreError
 
@@ -112,70 +108,3 @@ def _without(config: Any, section: str, argument: str, given: Any) -> Any:
         stacklevel=3,
     )
     return {key: value for key, value in config.items() if key != section}
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Join the ranks, however they were started. Do nothing if there is a process group already.
-
-    One rank without a launcher gets a process group of its own, as under DeepSpeed's launcher.
-
-    Args:
-        dist_backend: default: nccl for CUDA, gloo for the CPU; without CUDA, nccl means gloo.
-        auto_mpi_discovery, verbose: accepted; launchers are always looked for, and nothing is printed.
-        distributed_port: port of rank 0, if no launcher names one.
-        timeout: timeout of each collective.
-        init_method, rank, world_size: as in ``torch.distributed.init_process_group``, in place of a launcher.
-        dist_init_required: False: the script makes the group itself.
-        config: refused; it switches on the logging of communication.
-
-    Raises:
-        ValueError: variables contradict each other, or ``config`` is given.
-        RendezvousError: the other ranks did not come in time.
-    """
-    if config is not None:
-        raise ValueError("init_distributed(config=...) would log communication; use torch.profiler, and leave it out")
-    if dist.is_initialized() or dist_init_required is False:
-        return
-    if dist_backend == "nccl" and not torch.cuda.is_available():
-        dist_backend = "gloo"  # DeepSpeed's accelerator names the backend, whatever the script was written for
-    if init_method not in (None, "env://") or rank >= 0 or world_size > 0:
-        dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
-        return
-    own.init_distributed(dist_backend, distributed_port=distributed_port, timeout=timeout)
-    if not dist.is_initialized():
-        backend = dist_backend or ("nccl" if join().device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-class _EnvironmentFile(os.PathLike[str]):
-    """The file with variables for DeepSpeed's launcher of several machines, which would run DeepSpeed itself."""
-
-    def __fspath__(self) -> str:
-        raise ValueError(
-            "DeepSpeed's launcher of several machines would start ranks without longshore; give accelerate launch "
-            "--deepspeed_multinode_launcher standard, on each machine"
-        )
-
-
-DEEPSPEED_ENVIRONMENT_NAME = _EnvironmentFile()
-
-
-def get_world_group() -> dist.ProcessGroup | None:
-    """Return the process group of all ranks."""
-    return dist.group.WORLD
-
-
-def get_local_rank() -> int:
-    """Return the rank's number on its machine."""
-    return join().local_rank

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longshore import checkpointing
 from longshore import utils as access
-from longshore.compat import constructors, initialize, optimizers, utils, zero
+from longshore.compat import constructors, distributed, initialize, optimizers, utils, zero
 from longshore.compat.absent import VERSION
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
@@ -24,7 +24,7 @@ def _of(source: Any, names: str) -> dict[str, Any]:
 _ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
 _CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
 _ACCELERATOR = _of(utils, "DeepSpeedAccelerator get_accelerator")
-_COMM = _of(initialize, "get_local_rank get_world_group init_distributed")
+_COMM = _of(distributed, "get_local_rank get_world_group init_distributed")
 _INITIALIZE = {
     "DeepSpeedEngine": Engine,
     "DeepSpeedOptimizer": TiledOptimizer,
@@ -45,7 +45,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
         **_of(utils, "get_accelerator log_dist logger"),
         "DeepSpeedConfigError": ConfigError,
         "DeepSpeedDataLoader": TrainingLoader,
-        "init_distributed": initialize.init_distributed,
+        "init_distributed": distributed.init_distributed,
         "__version__": VERSION,
         "__version_major__": _MAJOR,
         "__version_minor__": _MINOR,
@@ -72,7 +72,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "comm.comm": _COMM,
     "launcher": {},
-    "launcher.runner": _of(initialize, "DEEPSPEED_ENVIRONMENT_NAME"),
+    "launcher.runner": _of(distributed, "DEEPSPEED_ENVIRONMENT_NAME"),
     "ops": {},
     "ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
     "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),
@@ -119,7 +119,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
         ),
     },
     "utils.groups": {
-        "get_data_parallel_group": initialize.get_world_group,
+        "get_data_parallel_group": distributed.get_world_group,
         "get_data_parallel_rank": dist.get_rank,
         "get_data_parallel_world_size": dist.get_world_size,
         "get_model_parallel_rank": lambda: 0,

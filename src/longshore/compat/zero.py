@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longshore.compat.distributed import init_distributed
 from longshore.engine import Config, Init
 from longshore.engine.config.values import kind_in
 from longshore.engine.gathering import comes_in_shards, gather
@@ -37,7 +38,7 @@ class _Reusable(AbstractContextManager[None]):
 
 class ZeroInit(_Reusable):
     """:class:`longshore.Init` with DeepSpeed's arguments: parameters are made on rank 0, and ``initialize()``
-    gives each rank its shard. Nested uses do nothing more.
+    gives each rank its shard. Nested uses do nothing more. Entering it joins the ranks, as ``init_distributed()`` does.
 
     Args:
         module: refused; build the model inside.
@@ -112,6 +113,7 @@ _creations: list[object] = []
 def _creation(dtype: torch.dtype | None) -> Generator[None, None, None]:
     with contextlib.ExitStack() as stack:
         if not _creations:
+            init_distributed()  # as in DeepSpeed: transformers asks for the rank while it loads weights inside
             stack.enter_context(Init())
         _creations.append(stack)
         stack.callback(_creations.pop)
