@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.scenarios import Backward, Oracle, Scenario, Window, drive, inputs, 
 from longshore import utils
 
 OPTIONS = {"lr": 2e-3, "weight_decay": 0.05}
+NAMES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def read_and_write(stage: int, dtype: torch.dtype, world_size: int, staged: bool) -> None:
@@ -185,3 +187,33 @@ def write_while_gradients_travel(stage: int) -> int:
 
 def drive_once(heads: tuple[str, ...]) -> Window:
     return Window((Backward((heads,)),))
+
+
+def frozen_members(stage: int, dtype: torch.dtype) -> None:
+    """Frozen parameters that were passed to ``initialize()`` are read and written as others are."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 5))
+    for frozen in (model[0].weight, model[2].bias):
+        frozen.requires_grad_(False)
+    expected = {name: each.detach().to(dtype).float().clone() for name, each in model.named_parameters()}
+    config = longshore.Config(stage=stage, dtype=NAMES[dtype], optimizer={"type": "AdamW", **OPTIONS})
+    engine = longshore.initialize(model=model, model_parameters=list(model.parameters()), config=config).engine
+    try:
+        for step in range(2):
+            for name, parameter in engine.module.named_parameters():
+                found = utils.safe_get_full_fp32_param(parameter)
+                assert found.shape == expected[name].shape and found.dtype == torch.float32
+                if not parameter.requires_grad or step == 0:
+                    assert torch.equal(found, expected[name]), name
+                    assert utils.safe_get_full_grad(parameter) is None
+                    assert utils.safe_get_full_optimizer_state(parameter, "exp_avg") is None
+                else:
+                    assert not torch.equal(found, expected[name]), name
+            engine.backward(engine(torch.ones(1, 4, dtype=dtype)).float().square().sum())
+            engine.step()
+        value = torch.linspace(-1, 1, 12).view(3, 4).to(dtype).float()
+        utils.safe_set_full_fp32_param(engine.module[0].weight, value)
+        assert torch.equal(utils.safe_get_full_fp32_param(engine.module[0].weight), value)
+        assert torch.equal(whole(engine.module[0].weight).float(), value)
+    finally:
+        engine.destroy()

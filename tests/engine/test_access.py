@@ -30,6 +30,12 @@ def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: 
     two_ranks(access_cases.read_between_backwards, stage, raw)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+def test_frozen_parameters_are_read_and_written(stage: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
+    two_ranks(access_cases.frozen_members, stage, dtype)
+
+
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_state_is_written_while_gradients_travel(stage: int, two_ranks: Ranks) -> None:
     assert min(two_ranks(access_cases.write_while_gradients_travel, stage)) > 0
