@@ -9,6 +9,13 @@ REPEATED = "tests/optim/test_repeated.py"
 MUTANTS = [
     # -- tile.py --------------------------------------------------------------
     Mutant(
+        "what was clipped and then added to is not recognized",
+        "optim/clipping.py",
+        "                kept = kept or (measured is not None and measured.gradient is added_to)\n",
+        "",
+        ("tests/optim/test_released.py::test_a_backward_after_an_assigned_gradient_was_clipped",),
+    ),
+    Mutant(
         "an arrival leaves the version",
         "tiles/tile.py",
         "        self.version += 1\n        self.filled",

@@ -413,6 +413,27 @@ def test_gradients_made_in_inference_mode_and_clipped() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_backward_after_an_assigned_gradient_was_clipped(discarded: bool) -> None:
+    """It is added to what was clipped, and is not; where a script discards what was clipped, nothing is lost."""
+    model = small_model()
+    optimizer = released(model)
+    weight = model[0].weight
+    (weight.grad,) = torch.autograd.grad(loss_of(model, 0), [weight])
+    optimizer.clip_grad_norm_(1e-3)
+    if discarded:
+        weight.grad = torch.ones_like(weight)
+    loss_of(model, 1).backward()
+    if discarded:
+        optimizer.step()
+        return
+    with pytest.raises(longshore.GradientError, match=r"0\.weight changed after optimizer\.clip_grad_norm_\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("release", [False, True])
 def test_a_parameter_that_became_expanded_is_found_before_anything_is_stepped(release: bool) -> None:
     parameters = [nn.Parameter(torch.ones(4, 3)) for _ in range(3)]

@@ -17,12 +17,13 @@ from longshore.tiles import ParameterStore
 
 
 class Seen(NamedTuple):
-    """A gradient at one moment: the parameter's name, the object in ``.grad``, and a count that grows whenever the
-    gradient changes."""
+    """A gradient at one moment: the parameter's name, the object in ``.grad``, a count that grows whenever the gradient
+    changes, and the object that a script had put into ``.grad``, to which backwards were added that are on the host."""
 
     name: str
     gradient: weakref.ref[Tensor]
     changes: int
+    added_to: weakref.ref[Tensor] | None = None
 
 
 Fingerprint = Mapping[int, Seen]
@@ -57,12 +58,14 @@ class Clipping:
             GradientError: some gradients are as they were measured, and some are not.
         """
         kept, changed = False, []
-        for index, (name, gradient, changes) in (now() if self._measured is not None else {}).items():
+        for index, (name, gradient, changes, added_to) in (now() if self._measured is not None else {}).items():
             tensor, measured = gradient(), (self._measured or {}).get(index)
             if measured is None or measured.gradient() is not tensor:
                 changed.append(name)
                 # With create_graph autograd adds into a new tensor, which includes what was measured.
                 kept = kept or (measured is not None and tensor is not None and tensor.requires_grad)
+                # A weak reference stays the same object, even if the tensor is gone.
+                kept = kept or (measured is not None and measured.gradient is added_to)
             else:
                 kept = True
                 if measured.changes != changes:

@@ -24,6 +24,7 @@ from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
 from longshore.optim.released import (
     ReleaseHooks,
+    foreign,
     in_compiled_autograd,
     is_converted,
     is_released,
@@ -50,6 +51,8 @@ class GradientSource(ABC):
         self.replaced_by: GradientSource | None = None
         """Source of the same optimizer after parameters were moved or converted before the first step."""
         self.produced: dict[int, int] = {}
+        self.added_to: dict[int, weakref.ref[Tensor]] = {}
+        """What scripts had put into ``.grad`` where a backward added to it before the sum was taken to the host."""
 
     def watch(self, records: Sequence[ParameterRecord]) -> None:
         """Add parameters that can get gradients to the store. If one of them has a dtype that cannot be stepped, raise
@@ -108,7 +111,7 @@ class GradientSource(ABC):
                         "writes, so that it cannot be clipped: clone it outside (p.grad = p.grad.clone())"
                     )
                 changes = self.store.arrivals(index) if is_released(gradient) else gradient._version
-                seen[index] = Seen(record.name, weakref.ref(gradient), changes)
+                seen[index] = Seen(record.name, weakref.ref(gradient), changes, self.added_to.get(index))
         return seen
 
     def consumed(self) -> None:
@@ -227,14 +230,17 @@ class ReleasedGradients(GradientSource):
             return
         self._entered.add(index)
         on_host, gradient = self._resolve(record)
-        if not is_released(gradient):
+        if gradient is not None and not is_released(gradient):
+            self.added_to[index] = weakref.ref(gradient)
+            return
+        if gradient is None:
             return
         if record.leaf() is record.parameter:
             record.parameter.grad = None  # autograd must not add to a placeholder, not even another optimizer's
             if on_host:
                 self._lifted.add(index)
         if not on_host and gradient is not self._placeholders.get(index):
-            raise _foreign(record)
+            raise foreign(record)
 
     def _after(self, index: int) -> None:
         record = self.records[index]
@@ -324,7 +330,7 @@ class ReleasedGradients(GradientSource):
             if on_host:
                 found[index] = None
             elif is_released(gradient):
-                raise _foreign(record)
+                raise foreign(record)
             elif gradient is not None and record.leaf() is not record.parameter:
                 raise GradientError(
                     f"the .grad of parameter {record.name}, of which each rank has a shard, was not brought by a "
@@ -343,7 +349,7 @@ class ReleasedGradients(GradientSource):
         return found
 
     def consumed(self) -> None:
-        for each in (self.produced, self._lifted, self._entered, self._placeholders):
+        for each in (self.produced, self.added_to, self._lifted, self._entered, self._placeholders):
             each.clear()
         self._taken = None
         super().zero_grad()
@@ -356,15 +362,6 @@ class ReleasedGradients(GradientSource):
 
     def remove_hooks(self) -> None:
         self._finalizer()
-
-
-def _foreign(record: ParameterRecord) -> GradientError:
-    return GradientError(
-        f"the .grad of parameter {record.name} is a placeholder that does not stand for its gradient of this window: "
-        "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
-        "optimizers, and it is lost with close() and where its parameter is out of its group at zero_grad() "
-        "(zero_grad() discards this window, and training can go on)"
-    )
 
 
 def _remove_hooks(hooks: Mapping[int, ReleaseHooks]) -> None:

@@ -192,3 +192,13 @@ def new_placeholder(record: ParameterRecord, hooks: ReleaseHooks | None) -> Tens
     if hooks is not None:
         placeholder.hooks = weakref.ref(hooks)
     return like(record.parameter, placeholder) if record.keeps_shard else placeholder
+
+
+def foreign(record: ParameterRecord) -> GradientError:
+    """Return the error for a placeholder that stands for no gradient of this window."""
+    return GradientError(
+        f"the .grad of parameter {record.name} is a placeholder that does not stand for its gradient of this window: "
+        "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
+        "optimizers, and it is lost with close() and where its parameter is out of its group at zero_grad() "
+        "(zero_grad() discards this window, and training can go on)"
+    )
