@@ -260,3 +260,38 @@ def test_accelerate_launch(ranks: int, stage: int, by_file: bool, tmp_path: Path
     run_deepspeed(program, "launch", "--config_file", str(tmp_path / "ds.yaml"), *command, str(tmp_path / "ours"))
     end(plain)
     assert_same(torch.load(tmp_path / "ours"), torch.load(tmp_path / "plain"))
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+TRL = [
+    *("--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_grad_norm", "0"),
+    *("--report_to", "none", "--use_cpu", "--save_strategy", "no", "--disable_tqdm", "1"),
+    *("--bf16", "0", "--gradient_checkpointing", "0"),
+]
+GRPO = ["--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1"]
+
+
+@pytest.mark.parametrize(
+    "trainer, ranks, stage",
+    [
+        pytest.param("sft", 1, 2, marks=pytest.mark.full),
+        pytest.param("sft", 2, 3, marks=pytest.mark.full),
+        pytest.param("dpo", 1, 2, marks=pytest.mark.slow),
+        pytest.param("dpo", 2, 3, marks=pytest.mark.full),
+        pytest.param("grpo", 1, 2, marks=pytest.mark.full),
+        pytest.param("grpo", 2, 3, marks=pytest.mark.full),
+    ],
+)
+def test_trl(trainer: str, ranks: int, stage: int, tmp_path: Path) -> None:
+    file, model = tmp_path / "ds.json", str(tmp_path / "model")
+    file.write_text(json.dumps(Row(ranks, stage).content()))
+    script = str(SCRIPTS / "trl_trainers.py")
+    run(script, "make", model)
+    command = [script, trainer, model, *TRL, *(GRPO if trainer == "grpo" else []), "--output_dir"]
+    plain = start(*command, str(tmp_path / "plain"), ranks=ranks)
+    run_deepspeed(*command, str(tmp_path / "ours"), "--deepspeed", str(file), ranks=ranks)
+    end(plain)
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"))
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "ours").items())

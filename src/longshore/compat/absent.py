@@ -78,8 +78,6 @@ REFUSED = {
     "ops.sparse_attention": "use torch's flex_attention",
     "runtime.data_pipeline": "order the samples in your loader",
     "runtime.fp16": f"fp16 belongs in the configuration. {_LAMB}",
-    "runtime.zero.partition_parameters.ZeroParamStatus": "parameters at stage 3 are DTensors; test with torch's "
-    "isinstance(param, torch.distributed.tensor.DTensor)",
     **_for(
         "give the schedule's parameters in the file, or call its class (runtime.lr_schedules.WarmupLR) yourself",
         "runtime.lr_schedules.add_tuning_arguments runtime.lr_schedules.parse_arguments "

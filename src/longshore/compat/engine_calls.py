@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from longshore.compat.configuration import FileConfig
+from longshore.compat.stage3_names import ParameterOffload, show_status
 from longshore.engine import Engine
 from longshore.errors import LongshoreError
 
@@ -34,6 +35,9 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
         _file=config if isinstance(config, Mapping) else {},
         _client_name=type(optimizer).__name__ if isinstance(optimizer, Optimizer) else "",
     )
+    if engine.config.stage == 3:
+        show_status()
+        vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     accumulate, apply, inside = engine.no_sync, engine.step, [False]
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from longshore import checkpointing
 from longshore import utils as access
 from longshore.compat import constructors, distributed, initialize, optimizers, utils, zero
 from longshore.compat.absent import VERSION
+from longshore.compat.stage3_names import ZeroParamStatus
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -102,6 +103,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
         **_ZERO,
         **constructors.ORIGINALS,
         **_of(constructors, "zero_wrapper_for_fp_tensor_constructor"),
+        "ZeroParamStatus": ZeroParamStatus,
         **_of(utils, "get_accelerator"),
     },
     "utils": {

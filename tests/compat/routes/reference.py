@@ -19,6 +19,14 @@ engine, optimizer, _, scheduler = deepspeed.initialize(
 )
 assert optimizer is None and scheduler is None and isinstance(engine, deepspeed.DeepSpeedEngine)
 assert engine.config.get("zero_optimization", {}).get("stage") == stage and "optimizer" not in engine.config
+if stage == 3:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    sharded = torch.distributed.get_world_size() > 1
+    outside = ZeroParamStatus.NOT_AVAILABLE if sharded else ZeroParamStatus.AVAILABLE
+    assert {each.ds_status for each in engine.module.parameters()} == {outside}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        assert {each.ds_status for each in engine.module.parameters()} == {ZeroParamStatus.AVAILABLE}
 engine.eval()
 with torch.no_grad():
     assert torch.equal(engine(batch), expected)
