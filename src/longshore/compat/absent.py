@@ -18,7 +18,11 @@ def _for(advice: str, names: str) -> dict[str, str]:
 
 
 REFUSED = {
-    **_for(_DATA_PARALLEL + "; use torch's context parallelism in the model", "sequence"),
+    **_for(
+        _DATA_PARALLEL + "; use torch's context parallelism in the model",
+        "sequence runtime.sequence_parallel utils.groups._get_sequence_parallel_group "
+        "utils.groups._get_sequence_parallel_rank utils.groups._get_sequence_parallel_world_size",
+    ),
     **_for(f"{_DATA_PARALLEL}; apply torch's parallelize_module and fully_shard before initialize()", "tp_model_init"),
     **_for(
         f"{_DATA_PARALLEL}, and has no pipelines; give the whole model to initialize()",
@@ -72,6 +76,7 @@ REFUSED = {
         "launcher.runner.fetch_hostfile launcher.runner.main launcher.runner.parse_args",
     ),
     "autotuning": "choose batch and bucket sizes yourself",
+    "elasticity": "set the batch numbers yourself",
     "monitor": "write figures with the logger of your choice after engine.step()",
     "nebula": "save with engine.save_checkpoint(async_save=True)",
     "ops.lamb": _LAMB,
@@ -83,6 +88,13 @@ REFUSED = {
         "runtime.lr_schedules.add_tuning_arguments runtime.lr_schedules.parse_arguments "
         "runtime.lr_schedules.get_config_from_args runtime.lr_schedules.get_lr_from_config "
         "runtime.lr_schedules.get_torch_optimizer runtime.lr_schedules.update_lr",
+    ),
+    "runtime.sequence_parallel.ulysses_sp.TiledMLP": "split the layer in the model, or its input over tokens",
+    "runtime.utils.move_to_device": "call .to(device) on each tensor of the batch",
+    "utils.is_initialized": "call deepspeed.comm.is_initialized(); DeepSpeed 0.19 does not have this name either",
+    **_for(
+        "longshore export reads longshore's checkpoints, and longshore import-deepspeed DeepSpeed's",
+        "utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files",
     ),
     "utils.timer": "use time.perf_counter(), or longshore.trace(engine), which also says what training waited for",
     "zero.TiledLinear": "split the layer in the model",

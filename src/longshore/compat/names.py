@@ -18,6 +18,9 @@ from longshore.optim.tiled_optimizer import TiledOptimizer
 _MAJOR, _MINOR, _PATCH = map(int, VERSION.partition("+")[0].split("."))
 
 
+_VERSION = {"version": VERSION, "git_hash": None, "git_branch": None, "installed_ops": {}}
+
+
 def _of(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
@@ -72,6 +75,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
         "inference_all_reduce": dist.all_reduce,
     },
     "comm.comm": _COMM,
+    "git_version_info": _VERSION,
     "launcher": {},
     "launcher.runner": _of(distributed, "DEEPSPEED_ENVIRONMENT_NAME"),
     "ops": {},
@@ -81,6 +85,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": {"DeepSpeedOptimizer": TiledOptimizer, "ZeROOptimizer": TiledOptimizer},
     "runtime.config": {"DeepSpeedConfigError": ConfigError},
     "runtime.dataloader": {"DeepSpeedDataLoader": TrainingLoader, "RepeatingLoader": utils.RepeatingLoader},
     "runtime.engine": _INITIALIZE,
@@ -135,7 +140,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
         "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint",
     ),
-    "version": {"VERSION": VERSION, "version": VERSION, "git_hash": None, "git_branch": None, "installed_ops": {}},
+    "version": {"VERSION": VERSION, **_VERSION},
     "zero": _ZERO,
 }
 """The names in each module, by the module's name after ``deepspeed.``; submodules are added to them."""
