@@ -15,6 +15,7 @@ PARALLEL := -n 3 --dist worksteal
 setup: $(SETUP)
 
 $(SETUP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+	@echo "Setting up $(VENV): downloads torch and other packages, and compiles the kernels. This takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
 	$(BIN)/pip install -q -c constraints.txt -e ".[train,test,lint]"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from longshore.checkpoint.folder import LATEST
 from longshore.cli import comparison
 from longshore.cli.output import CHECKPOINTS
+from longshore.cli.pictures import Compared, comparison_picture
 
 MICRO = ["--size", "tiny", "--steps", "3", "--seq-len", "16", "--batch-size", "2"]
 ALONE = ["--no-two-ranks"]
@@ -31,7 +34,7 @@ def test_equal(cli, text, tmp_path, monkeypatch):
     table = rows(ran.out)
     ranks, exact = [f"fp32, 2 ranks, ZeRO-{stage}" for stage in stages], "fp32, plain, f64 norm"
     assert list(table) == ["fp32, longshore", "fp32, plain", "bf16, longshore", "bf16, plain", *ranks, exact]
-    memory = {"fp32": (["8.00", "12.00"], ["16.00", "0.00"]), "bf16": (["4.00", "12.00"], ["20.00", "0.00"])}
+    memory = {"fp32": (["8.00", "8.00"], ["16.00", "0.00"]), "bf16": (["4.00", "12.00"], ["20.00", "0.00"])}
     for dtype, (ours, plain) in memory.items():
         one, other = table[f"{dtype}, longshore"], table[f"{dtype}, plain"]
         assert one[:2] == other[:2]
@@ -77,6 +80,34 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
     assert rows(ran.out)[f"{other}, longshore"][-1] == "yes"
     assert f"the first is model.layers.1.mlp.up_proj.weight of {dtype}, longshore" in ran.refused()
     assert "All weights are equal" not in ran.out
+
+
+def test_fits_80_columns_and_says_which_run_is_under_way(cli, text, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = cli("demo", "--data", text, *MICRO, *ALONE)
+    table = [line for line in ran.out.splitlines() if line.startswith(("│", "┃", "┏"))]
+    longest = len("fp32, ZeRO-2, resumed") - len("fp32, longshore")  # a name that is not in this table
+    assert max(map(len, table)) + longest <= 80 and "…" not in ran.out
+    losses = [cell for row in rows(ran.out).values() for cell in row[:2]]
+    assert all(re.fullmatch(r"\d\.\d{6}", loss) for loss in losses) and len(losses) == 8, losses
+    said = " ".join(ran.out.split())
+    assert "runs 1 and 2, step by step in turn, of 4: fp32, longshore and fp32, plain" in said
+    assert said.index("the weights in fp32 are equal in every bit of all 21 parameters") < said.index("runs 3 and 4")
+    assert "the other 2 runs take about 1 minute" in said
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-6])
+def test_the_picture_shows_a_difference(difference):
+    from PIL import Image
+
+    plain = {1: 2.0, 2: 1.5, 3: 1.25}
+    ours = plain | {2: 1.5 + difference}
+    content = comparison_picture(
+        [Compared("longshore", ours, "plain", plain), Compared("b", plain, "plain", plain)], "x"
+    )
+    red, green, blue = np.moveaxis(np.asarray(Image.open(io.BytesIO(content)).convert("RGB")), -1, 0)
+    alarming = int(((red > 180) & (green < 80) & (blue < 80)).sum())
+    assert (alarming > 50) == (difference > 0), alarming
 
 
 @pytest.mark.full

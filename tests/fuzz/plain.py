@@ -197,7 +197,9 @@ class Twin:
         master = parameter.detach().float()
         if low and "master" in state:
             kept = state["master"]
-            master = torch.where(kept.to(parameter.dtype) == parameter, kept, master)
+            # Bits: over -0.0, to which a small master rounds, 0.0 was written.
+            same = kept.to(parameter.dtype).view(torch.int16) == parameter.detach().view(torch.int16)
+            master = torch.where(same, kept, master)
         flat = _padded(master)
         inner = self.kind([flat], **how_of(self.kind))  # pyright: ignore
         inner.param_groups[0].update({name: group[name] for name in inner.defaults if name in group})

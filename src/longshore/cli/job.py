@@ -21,7 +21,8 @@ from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
 from longshore.cli.engine_settings import with_engine
 from longshore.cli.group import RunGroup, StopSignals
 from longshore.cli.loop import BEGIN, Diverged, Loop, Step, StepTrace, Validation, check_trace
-from longshore.cli.output import CURVE, RunFolder, Series, load_figure, loss_curves
+from longshore.cli.output import CURVE, RunFolder
+from longshore.cli.pictures import Series, load_figure, loss_curves
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes

@@ -8,19 +8,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import json
-import logging
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.terminal import USAGE, CommandError, import_extra, one_line, os_reason
+from longshore.cli.terminal import USAGE, CommandError, one_line, os_reason
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -290,46 +287,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass
-class Series:
-    """A line of a picture: losses by step."""
-
-    label: str
-    steps: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    width: float = 1.5
-    alpha: float = 1.0
-    marker: str = ""
-
-    def add(self, step: int, loss: float) -> None:
-        self.steps.append(step)
-        self.losses.append(loss)
-
-
-def load_figure() -> Any:
-    """Return matplotlib's Figure, which draws without a display and without pyplot's global state."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    return import_extra("matplotlib.figure").Figure
-
-
-def loss_curves(series: list[Series], title: str) -> bytes:
-    """Return a PNG with one pair of axes; series without points are left out."""
-    figure = load_figure()(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for line in series:
-        if line.steps:
-            marker = line.marker or ("o" if len(line.steps) == 1 else "")  # a line of one point is invisible
-            look = {"marker": marker, "markersize": 5, "linewidth": line.width, "alpha": line.alpha}
-            axes.plot(line.steps, line.losses, label=line.label, **look)
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    return content.getvalue()

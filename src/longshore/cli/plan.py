@@ -15,7 +15,7 @@ import typer
 
 from longshore.byte_sizes import parse_byte_size
 from longshore.cli.options import CommandLine, CommandSettings, Option, takes
-from longshore.cli.output import load_figure
+from longshore.cli.pictures import load_figure
 from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
 from longshore.cli.terminal import CommandError, SettingsError, make_console, one_line, print_lines
 from longshore.plan.quantities import parse_flops, parse_rate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from longshore.cli.options import CommandLine, takes
@@ -49,6 +51,9 @@ def demo(line: CommandLine) -> None:
     The exit code is 1 if any weight differs in any bit.
     """
     settings = line.settings(DemoSettings)
+    # On a busy machine threads that spin while they wait take the cores from those that they wait for. OpenMP reads
+    # this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from longshore.cli.comparison import run
 
     raise typer.Exit(run(settings))
