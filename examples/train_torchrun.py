@@ -9,6 +9,7 @@ The configuration file is DeepSpeed's own JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import torch
@@ -46,11 +47,12 @@ def main() -> None:
         args=args, model=model, model_parameters=model.parameters(), training_data=Digits(args.samples)
     )
     first = 0
-    if args.checkpoints and Path(args.checkpoints).exists():
-        _, client_state = engine.load_checkpoint(args.checkpoints)
-        first = client_state["epoch"] + 1 if client_state else 0
-        if engine.global_rank == 0:
-            print(f"{first} of {args.epochs} epochs are done")
+    if args.checkpoints:
+        with contextlib.suppress(longshore.NoCheckpointError):  # at the first start
+            _, client_state = engine.load_checkpoint(args.checkpoints)
+            first = client_state["epoch"] + 1
+            if engine.global_rank == 0:
+                print(f"{first} of {args.epochs} epochs are done")
     for epoch in range(first, args.epochs):
         for x, label in loader:
             loss = nn.functional.cross_entropy(engine(x.to(engine.device)), label.to(engine.device))

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.contestants import BY_HAND
 from benchmarks.gpu.rows import GIB, median_s
-from longshore.cli.output import Series, load_figure, loss_curves
+from longshore.cli.pictures import Series, load_figure, loss_curves
 from longshore.cli.terminal import CommandError
 
 

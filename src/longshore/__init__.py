@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longshore.errors import CheckpointError as CheckpointError
     from longshore.errors import GradientError as GradientError
     from longshore.errors import LongshoreError as LongshoreError
+    from longshore.errors import NoCheckpointError as NoCheckpointError
     from longshore.errors import ParameterError as ParameterError
     from longshore.errors import RankError as RankError
     from longshore.optim import SGD as SGD
@@ -47,7 +48,8 @@ _HOMES = {
     "longshore.engine.gathering": "gather",
     "longshore.engine.loss_scale": "LossScaleError",
     "longshore.engine.ranks": "RendezvousError",
-    "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError ParameterError RankError",
+    "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError NoCheckpointError "
+    "ParameterError RankError",
     "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
     "longshore.tracing": "annotate trace",
     "longshore.transfer": "SimulatedTransfer",

@@ -35,3 +35,13 @@ class CheckpointError(LongshoreError):
 
     Raised before anything was loaded, unless it says otherwise.
     """
+
+
+class NoCheckpointError(CheckpointError):
+    """A folder without any checkpoint: nothing was saved there yet, or the path is wrong."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(
+            f"{folder} has no checkpoint, and nothing was loaded: check the path; a script that begins or continues "
+            "catches longshore.NoCheckpointError at its first start"
+        )

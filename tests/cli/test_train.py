@@ -104,6 +104,13 @@ def test_size(cli, text, results, tmp_path):
         assert results(tmp_path / str(size)).run["parameters"] == numel
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_that_nothing_is_kept_is_said_at_the_start(kept, train, tmp_path):
+    ran = train("--steps", "1", *(["--out", tmp_path / "run"] if kept else []))
+    found = [number for number, line in enumerate(ran.out.splitlines()) if "the trained weights are not kept" in line]
+    assert len(found) == (not kept) and all(number < 3 for number in found)
+
+
 def test_every_size_has_parameters_of_a_multiple_of_16():
     from transformers import LlamaConfig, LlamaForCausalLM
 

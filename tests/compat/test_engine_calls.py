@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,11 @@ def test_names_of_a_schedule_and_of_an_optimizer_that_is_passed() -> None:
     assert engine.optimizer_name() == "FusedAdam" and engine.optimizer_params() is None
     assert engine.scheduler_name() == "WarmupLR" and engine.scheduler_params() == schedule["params"]
     engine.destroy()
+
+
+def test_a_folder_without_a_checkpoint_is_loaded_as_none(engine: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="has no checkpoint; nothing was loaded"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
 
 
 # -- no_sync -----------------------------------------------------------------------

@@ -49,6 +49,22 @@ def test_after_a_step_without_a_backward_a_checkpoint_is_saved_and_loaded(tmp_pa
         engine.destroy()
 
 
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    """A wrong path would begin training anew, unnoticed; DeepSpeed's door answers as DeepSpeed does."""
+    engine = make()
+    try:
+        with pytest.raises(
+            longshore.NoCheckpointError, match="has no checkpoint, and nothing was loaded: check the path"
+        ):
+            engine.load_checkpoint(tmp_path / "elsewhere")
+        with pytest.raises(longshore.NoCheckpointError, match="has no checkpoint"):
+            longshore.load(tmp_path, nn.Linear(2, 2))
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+        assert engine.load_checkpoint(tmp_path)[1] == {"epoch": 3}
+    finally:
+        engine.destroy()
+
+
 def test_a_scheduler_of_the_clients_optimizer_does_not_warn() -> None:
     engine = make(optimizer=True)
     try:

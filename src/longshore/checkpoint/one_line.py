@@ -22,7 +22,7 @@ from longshore.checkpoint.folder import check_keep_last, check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
-from longshore.errors import CheckpointError, RankError
+from longshore.errors import CheckpointError, NoCheckpointError, RankError
 from longshore.optim.other_name import stands_for
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -124,7 +124,7 @@ def load(
     tag: str | None = None,
     *,
     strict: bool = True,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Load a checkpoint of :func:`save` or of an engine; all ranks have to call it.
 
     Args:
@@ -135,9 +135,10 @@ def load(
         strict: raise if something does not fit; False: skip it, with a warning.
 
     Returns:
-        The ``state`` that was saved; None, with a warning, if the folder has no checkpoint.
+        The ``state`` that was saved.
 
     Raises:
+        NoCheckpointError: the folder has no checkpoint at all, as at a first start.
         CheckpointError: the checkpoint is damaged, or from another model or optimizer (the message lists the
             differences). Nothing was loaded.
     """
@@ -147,9 +148,7 @@ def load(
         group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
-            what = "nothing was loaded (if this is not the first start, check the path)"
-            warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
-            return None
+            raise NoCheckpointError(load_dir)
 
         def look(values: Mapping[str, Any]) -> None:
             checked_entry(values, CLIENT_STATE, dict, str(whole.path))

@@ -63,6 +63,8 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     prepared = group.together(lambda: _prepare(settings, *inputs))
     stepper = group.guarded(lambda: _make_stepper(settings, prepared.model))
     console.print(_headline(settings, prepared), markup=False)
+    if settings.out is None:
+        console.print("the trained weights are not kept: that takes --out FOLDER", markup=False)
     exit_code, diverged = _train(settings, prepared, stepper, group, console)
     # After an error these are not called, since other ranks may be gone and waiting for them would not end. The end
     # of the process closes both.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import longshore
 from longshore.cli.settings import EngineSettings, OptimizerSettings
 from longshore.engine.random_states import random_states, restore_random_states
+from longshore.errors import NoCheckpointError
 from longshore.optim.shards import held_part
 
 _KEPT = 2  # checkpoints of a run
@@ -125,9 +126,11 @@ class TrainStepper:
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
         """Load the newest whole checkpoint, and return the values saved with it; None if there is no checkpoint."""
-        values = longshore.load(folder, self._model, self.optimizer)
-        if values is not None:
-            restore_random_states(values["random"], self._device)
+        try:
+            values = longshore.load(folder, self._model, self.optimizer)
+        except NoCheckpointError:
+            return None
+        restore_random_states(values["random"], self._device)
         return values
 
     def close(self) -> None:
@@ -240,7 +243,10 @@ class EngineStepper(TrainStepper):
         self._engine.wait_for_checkpoint()
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
-        return self._engine.load_checkpoint(folder)[1]
+        try:
+            return self._engine.load_checkpoint(folder)[1]
+        except NoCheckpointError:
+            return None
 
     def close(self) -> None:
         self._engine.destroy()

@@ -4,6 +4,7 @@ DeepSpeed asserts against."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from longshore.compat.configuration import FileConfig
 from longshore.compat.stage3_names import ParameterOffload, show_status
 from longshore.engine import Engine
-from longshore.errors import LongshoreError
+from longshore.errors import LongshoreError, NoCheckpointError
 
 
 class CallError(LongshoreError, AssertionError):
@@ -38,7 +39,7 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
     if engine.config.stage == 3:
         show_status()
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
-    accumulate, apply, inside = engine.no_sync, engine.step, [False]
+    accumulate, apply, load, inside = engine.no_sync, engine.step, engine.load_checkpoint, [False]
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -63,4 +64,14 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
             raise CallError("step() inside no_sync(): DeepSpeed refuses it; call it after the block")
         apply(*arguments, **options)
 
-    engine.no_sync, engine.step = no_sync, step
+    def load_checkpoint(load_dir: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """:meth:`longshore.Engine.load_checkpoint`, which returns None twice if the folder has no checkpoint."""
+        try:
+            return load(load_dir, *arguments, **options)
+        except NoCheckpointError:
+            if engine.global_rank == 0:
+                what = "nothing was loaded (if this is not a first start, check the path)"
+                warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
+            return None, None
+
+    engine.no_sync, engine.step, engine.load_checkpoint = no_sync, step, load_checkpoint

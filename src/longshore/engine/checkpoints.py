@@ -25,7 +25,7 @@ from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
-from longshore.errors import CheckpointError, LongshoreError
+from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.sharding.collective_thread import twin_of
@@ -183,7 +183,7 @@ class Checkpoints:
         load_module_only: bool = False,
         *,
         strict: bool | None = None,
-    ) -> tuple[Path | None, dict[str, Any] | None]:
+    ) -> tuple[Path, dict[str, Any]]:
         """Resume from a checkpoint of any stage, offload, tile size and number of ranks; all ranks have to call.
 
         The whole checkpoint is verified, and compared with the model and the optimizer, before anything changes.
@@ -199,10 +199,10 @@ class Checkpoints:
             strict: another name of ``load_module_strict``.
 
         Returns:
-            The checkpoint's folder, and the ``client_state``; None twice, with a warning, if the folder has no
-            checkpoint at all.
+            The checkpoint's folder, and the ``client_state``.
 
         Raises:
+            NoCheckpointError: the folder has no checkpoint at all, as at a first start.
             CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message lists the
                 differences. Nothing was loaded.
             RankError: another rank makes a different call, or is gone.
@@ -215,7 +215,7 @@ class Checkpoints:
 
     def _load(
         self, root: Path, tag: str | None, selection: Selection, scheduler: bool, module_only: bool
-    ) -> tuple[Path | None, dict[str, Any] | None]:
+    ) -> tuple[Path, dict[str, Any]]:
         engine, group = self._engine, self._met(loading=True)
         self._check_same(group, "load_dir", str(root))
         self._check_same(group, "tag", tag)
@@ -225,10 +225,7 @@ class Checkpoints:
         group.first(lambda: _check_ours(root, tag))
         whole = find(root, tag, group)
         if whole is None:
-            if group.rank == 0:
-                what = "nothing was loaded (if this is not a first start, check the path)"
-                warnings.warn(f"{root} has no checkpoint; {what}", stacklevel=3)
-            return None, None
+            raise NoCheckpointError(root)
         own: dict[str, Any] = {}
 
         def look(values: Mapping[str, Any]) -> None:
