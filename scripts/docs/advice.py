@@ -26,7 +26,8 @@ BY_CLASS = {
     "RankError": "mend the loop so that all ranks do the same, `zero_grad()` on every rank; where one ended, start "
     "again from a checkpoint",
     "CheckpointError": "what was there before still is; take another checkpoint (`longshore inspect DIR --verify`)",
-    "NoCheckpointError": "nothing was loaded; check the path, or catch it at the first start of a script that begins or continues",
+    "NoCheckpointError": "nothing was loaded; check the path, or catch it at the first start of a script that begins "
+    "or continues",
     "ConfigError": "mend every line that it lists",
     "LossScaleError": "look for NaN or infinity in the data and the loss, or lower the learning rate",
     "RendezvousError": "start all ranks, with an address and a port that all of them reach",
