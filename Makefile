@@ -71,12 +71,12 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(DOCS): $(SETUP)
-	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m scripts.extra docs | xargs $(BIN)/pip install -q -c constraints.txt
 	touch $@
 
 # A source distribution and wheels in dist/, each installed and tried where there is no compiler.
 wheel: $(SETUP)
-	$(BIN)/pip install -q -c constraints.txt -e ".[ship]"
+	$(BIN)/python -m scripts.extra ship | xargs $(BIN)/pip install -q -c constraints.txt
 	TOOLS=$(BIN)/python scripts/check_wheel.sh dist
 
 lint: $(SETUP)

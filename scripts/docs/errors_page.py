@@ -17,8 +17,8 @@ INTRODUCTION = """\
 <!-- Generated: python -m scripts.docs -->
 
 An error says the rule, what was found, and what to do. This page has all of them, as the source has them: what is
-filled in stands between « and ». Search it for a few words of yours. Bad arguments are `ValueError` or `TypeError`,
-raised before anything is changed; the other classes are these.
+filled in stands between « and ». Search this page (Ctrl-F) for a few words of yours. Bad arguments are
+`ValueError` or `TypeError`, raised before anything is changed; the other classes are these.
 
 """
 
