@@ -174,7 +174,7 @@ class Twin:
     def _step_all(self, members: list[Tensor]) -> None:
         """The step of torch itself."""
         real = self.kind([torch.zeros(1)], **how_of(self.kind))  # pyright: ignore
-        real.param_groups, real.state = self.param_groups, self.state
+        real.param_groups, real.state, real.defaults = self.param_groups, self.state, self.defaults
         found = [p.grad for p in members]
         for parameter in members:
             if self._scale != 1.0:
