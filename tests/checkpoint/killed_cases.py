@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import traceback
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from support import whole
 
 from checkpoint.resume_cases import Setting, make_engine, train
-from longshore.errors import RankError
+from longshore.errors import NoCheckpointError, RankError
 
 
 class Run(NamedTuple):
@@ -47,7 +48,8 @@ def run(rank: int, world_size: int, store: str, about: Run, pipe: Connection) ->
     try:
         engine = make_engine(Setting(about.stage))
         torch.manual_seed(100 + rank)
-        engine.load_checkpoint(about.folder)
+        with contextlib.suppress(NoCheckpointError):  # none was completed before a kill
+            engine.load_checkpoint(about.folder)
         pipe.send(("ready", engine.global_steps))
         while engine.global_steps < about.steps:
             train(engine, 1)
