@@ -181,7 +181,8 @@ class Loop:
     def _backward(self, step: int, lr: float) -> float:
         """Do the backwards of a step, and return its loss over all ranks, which is finite."""
         accumulation = self.settings.accumulation
-        total = torch.zeros((), device=self._device)
+        # In float64, so that it is the same number however many ranks share the batches.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for micro in range(accumulation):
             index = ((step - 1) * accumulation + micro) * self._group.size + self._group.rank
             loss = self._loss(self._sequences.training_batch(index, self.settings.batch_size)) / accumulation
