@@ -713,20 +713,26 @@ def _loss_of(model: Any, pair: Beside, rank: int, loss: Tensor, step: int) -> li
     return [loss if model is pair.engine else model(words_of(step, rank))]
 
 
-def written_twice_while_gathered(how: str) -> list[str]:
-    """What the next forward says, and what the one after it; the shard's values count."""
+def written_twice_while_gathered(how: str, at: str) -> list[str]:
+    """What the next forward or the backward says, and what the forward after it; the shard's values count. A write to
+    another parameter, which nothing is wrong with, counts as well."""
     with beside() as pair:
-        held = dict(pair.model.named_parameters())["extra.weight"]
-        before = whole(held).detach().clone()
-        pair.model(words_of(0, pair.rank))
+        shards = dict(pair.model.named_parameters())
+        held, other = shards["extra.weight"], shards["extra.bias"]
+        before, other_before = (whole(each).detach().clone() for each in (held, other))
+        loss = pair.engine(words_of(0, pair.rank))
         gathered = dict(pair.model.named_parameters())["extra.weight"]
         with torch.no_grad():
+            dict(pair.model.named_parameters())["extra.bias"].add_(1.0)
             if how == "data":
                 gathered.data.mul_(2.0)
             else:
                 held.mul_(3.0)
                 gathered.mul_(2.0)
-        said = [raised_by(lambda: pair.engine(words_of(0, pair.rank)))]
+        call = (lambda: pair.engine.backward(loss)) if at == "backward" else lambda: pair.engine(words_of(0, pair.rank))
+        said = [raised_by(call)]
+        assert dict(pair.model.named_parameters())["extra.weight"] is held, "not the shard again"
+        assert torch.equal(whole(other), other_before + 1.0)
         pair.engine.zero_grad()
         said.append(raised_by(lambda: pair.engine(words_of(0, pair.rank))))
         pair.engine.zero_grad()

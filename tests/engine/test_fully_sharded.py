@@ -244,9 +244,9 @@ def test_written_while_gathered(handles: str, then: str, two_ranks: Ranks) -> No
     two_ranks(cases.written_while_gathered, handles, then)
 
 
-@pytest.mark.parametrize("how", ["data", "both"])
-def test_two_writes_while_gathered_are_an_error(how: str, two_ranks: Ranks) -> None:
-    for first, second in two_ranks(cases.written_twice_while_gathered, how):
+@pytest.mark.parametrize("how, at", [("data", "forward"), ("both", "forward"), ("both", "backward")])
+def test_two_writes_while_gathered_are_an_error(how: str, at: str, two_ranks: Ranks) -> None:
+    for first, second in two_ranks(cases.written_twice_while_gathered, how, at):
         assert first.startswith("ParameterError: parameter extra.weight was written"), first
         assert second == ""
 

@@ -163,6 +163,13 @@ MUTANTS = [
         (FULLY_SHARDED + "::test_written_while_gathered",),
     ),
     Mutant(
+        "an error about one gathered parameter loses what was written to others",
+        "sharding/gathered_writes.py",
+        "                failure = failure or error\n",
+        "                raise\n",
+        (FULLY_SHARDED + "::test_two_writes_while_gathered_are_an_error",),
+    ),
+    Mutant(
         "a shard that was written is not gathered anew",
         "sharding/gathered_writes.py",
         "        return any(by_shard)\n",

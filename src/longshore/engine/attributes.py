@@ -64,7 +64,7 @@ class EngineAttributes(nn.Module):
         if is_method and not callable(value):  # a function may wrap the method: those who call it call the function
             instead = _INSTEAD_OF_ASSIGNING.get(name, "set it in the configuration, before initialize()")
             raise AttributeError(f"engine.{name} cannot be assigned, and what it says would stay; {instead}")
-        own = name in self.__dict__ or name in self._modules or is_method or hasattr(type(self), name)
+        own = name in self.__dict__ or name in self._modules or name in PASSED_ON or hasattr(type(self), name)
         on_model = not own and hasattr(self._modules["module"], name)
         place: Any = self._modules["module"] if on_model else super()
         place.__setattr__(name, value)

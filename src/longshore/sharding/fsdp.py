@@ -220,9 +220,13 @@ class FullyShardedModel:
         self._free()
 
     def align_before_backward(self) -> None:
-        """As :meth:`align`; what is gathered stays so."""
+        """As :meth:`align`; what is gathered stays so, unless this raises."""
         self.align_trainable()
-        self._writes.take_before_backward()
+        try:
+            self._writes.take_before_backward()
+        except BaseException:
+            self._free()
+            raise
 
     def _reshard(self, module: FSDPModule) -> None:
         """Do what a script means by ``module.reshard()``."""

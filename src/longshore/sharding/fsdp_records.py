@@ -34,6 +34,7 @@ def parallel_placements(member: Any) -> Sequence[Any]:
 
 
 def check_supported(name: str, member: Any) -> None:
+    """Raise ValueError if longshore does not step a parameter that is placed like this one."""
     placements, parallel = member.sharded_param.placements, parallel_placements(member)
     found = f"parameter {name} is placed as {placements} on {member._spmd_mesh}"
     # Other placements, such as strided shards, are of neither type.

@@ -43,26 +43,37 @@ class GatheredWrites:
         ]
 
     def take(self) -> bool:
-        """Give the shards what was written to gathered tensors, and watch no more; return whether a shard was written
-        or cannot be told from its gathered tensor, so that the parameters have to be gathered anew.
+        """Give the shards what was written to gathered tensors, and watch no more; return whether a shard was written,
+        so that the parameters have to be gathered anew.
 
         Raises:
-            ParameterError: nobody can say which values count, or a gathered tensor is a part of tensor parallelism. The
-                shards' values stay.
+            ParameterError: nobody can say which values of a parameter count, or its gathered tensor is a part of tensor
+                parallelism. The values of its shard stay; those of other parameters were taken.
         """
-        gathered, self._gathered = self._still_gathered(), []
-        by_shard = [_take(each) for each in gathered]
+        gathered, by_shard = self._take_each()
         for each in gathered:
             _check_same(each)
         return any(by_shard)
 
     def take_before_backward(self) -> None:
         """As :meth:`take`, without looking at values, and watch on: what a backward does not reach stays gathered."""
-        gathered, self._gathered = self._still_gathered(), []
-        self._gathered = [each if _take(each) else _watched(*each[:3]) for each in gathered]
+        gathered, by_shard = self._take_each()
+        self._gathered = [
+            each if written else _watched(*each[:3]) for each, written in zip(gathered, by_shard, strict=True)
+        ]
 
-    def _still_gathered(self) -> list[_Gathered]:
-        return [each for each in self._gathered if each.member.sharded_state == ShardedState.UNSHARDED]
+    def _take_each(self) -> tuple[list[_Gathered], list[bool]]:
+        """Take the writes to all parameters before the first error is raised; return whether each shard was written."""
+        gathered = [each for each in self._gathered if each.member.sharded_state == ShardedState.UNSHARDED]
+        self._gathered, by_shard, failure = [], [], None
+        for each in gathered:
+            try:
+                by_shard.append(_take(each))
+            except ParameterError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return gathered, by_shard
 
 
 def _watched(name: str, member: Any, layout_of: Callable[[Tensor], ParameterLayout]) -> _Gathered:
