@@ -10,7 +10,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
+.PHONY: setup demo test test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
 
 setup: $(SETUP)
 
@@ -29,6 +29,10 @@ test: $(SETUP)
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full"
+
+# A third of that, another third for each commit.
+test-slow-sample: $(SETUP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full" --third-of $$(git rev-parse HEAD)
 
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)

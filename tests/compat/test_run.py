@@ -36,7 +36,7 @@ def run(*command: str, cwd: Path | None = None, **environ: str) -> subprocess.Co
     without = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     env = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environ}
-    return subprocess.run([*command], capture_output=True, text=True, timeout=120, cwd=cwd, env=env, check=False)
+    return subprocess.run([*command], capture_output=True, text=True, timeout=300, cwd=cwd, env=env, check=False)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def run(ranks: int, script: str, *arguments: str) -> str:
         [*LAUNCH[ranks], str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

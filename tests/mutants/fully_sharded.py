@@ -67,7 +67,7 @@ MUTANTS = [
         "sharding/shared_memory.py",
         "_NO_ROOM if self._no_room else _APART if self._apart else _OTHER",
         "_APART if self._apart else _OTHER",
-        (GATHERING,),
+        (SHARED_MEMORY,),
     ),
     Mutant(
         "a file of another user is shared",

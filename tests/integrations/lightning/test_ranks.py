@@ -161,7 +161,7 @@ def test_processes_that_lightning_or_torchrun_starts(torchrun: bool, tmp_path: P
     ]
     command = [sys.executable, *(launcher if torchrun else ()), str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
     model = network()
