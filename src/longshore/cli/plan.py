@@ -254,6 +254,7 @@ def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
     """Print the plan, and write it to ``--out``, if it is given, with a picture that matplotlib's ``figure`` draws."""
     from longshore.checkpoint.files import replace_file
     from longshore.plan import page
+    from longshore.plan.picture import picture
 
     content, out = page.values(plan), settings.out
     configuration = json.dumps(content["configuration"], indent=2)
@@ -261,7 +262,7 @@ def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / "plan.json", (json.dumps(content, indent=2) + "\n").encode())
         replace_file(out / "ds_config.json", (configuration + "\n").encode())
-        replace_file(out / "plan.png", page.picture(plan, figure))
+        replace_file(out / "plan.png", picture(plan, figure))
     if settings.as_json:
         print_lines([json.dumps(content, indent=2)])
         return

@@ -1,8 +1,7 @@
-"""Output of a plan: plain values, lines of text with a table, and a picture."""
+"""Output of a plan: plain values, and lines of text with a table."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -12,11 +11,6 @@ from rich.table import Column, Table
 from longshore.byte_sizes import format_byte_size
 from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
-from longshore.tiles.events import ARRIVE, Track
-
-_MOST_BARS = 4000
-_KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations")
-"""Kinds of bytes with a colour of their own in the picture; all others share one colour."""
 
 
 def values(plan: Plan) -> dict[str, Any]:
@@ -132,63 +126,3 @@ def tail(plan: Plan) -> Iterator[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def picture(plan: Plan, figure: Any) -> bytes:
-    """Return a PNG with the memory of every choice, and the tracks of the recommended one over time.
-
-    Args:
-        plan: what to draw.
-        figure: matplotlib's ``Figure`` class.
-    """
-    made = figure(figsize=(11, 9), layout="constrained")
-    upper, lower = made.subplots(2, 1, height_ratios=(3, 2))
-    _draw_memory(plan, upper)
-    _draw_tracks(plan, lower)
-    for axes in (upper, lower):
-        axes.invert_yaxis()
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    made.suptitle(f"{plan.model.name} on {plan.machine.name}")
-    content = io.BytesIO()
-    made.savefig(content, format="png", dpi=110, metadata={"Software": None})
-    return content.getvalue()
-
-
-def _draw_memory(plan: Plan, axes: Any) -> None:
-    gib, labelled = 2.0**30, set()
-    for row, each in enumerate(plan.distinct):
-        for offset, found in ((0.2, each.bytes.host), (-0.2, {**each.bytes.device_estimates, **each.bytes.device})):
-            left = 0.0
-            for kind, count in sorted(found.items(), key=lambda item: _colour(item[0])):
-                name = kind if kind in _KINDS else "other"
-                label = None if name in labelled else name
-                axes.barh(row + offset, count / gib, 0.36, left=left, color=f"C{_colour(kind)}", label=label)
-                labelled.add(name)
-                left += count / gib
-    labels = [("> " if each is plan.recommended else "") + each.choice.title for each in plan.distinct]
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("GiB on one rank; upper bar: device, lower bar: host")
-    if plan.machine.staged:
-        most = plan.machine.device_bytes / gib
-        axes.axvline(most, color="black", linestyle="--", label="memory of a device")
-        fitting = [max(each.bytes.device_total, each.bytes.host_total) / gib for each in plan.distinct if each.fits]
-        axes.set_xlim(0, 1.3 * max([*fitting, most]))
-
-
-def _colour(kind: str) -> int:
-    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
-
-
-def _draw_tracks(plan: Plan, axes: Any) -> None:
-    times = plan.recommended.times
-    assert times is not None
-    used = [track for track in Track if any(span.track is track for span in times.spans)]
-    stride = -(-len(times.spans) // _MOST_BARS)
-    for number, name in enumerate(dict.fromkeys(span.name for span in times.spans)):
-        spans = [span for span in times.spans if span.name == name][::stride]
-        rows = [used.index(span.track) for span in spans]
-        lengths, left = [span.end_s - span.begin_s for span in spans], [span.begin_s for span in spans]
-        label = "backward" if name == ARRIVE else name
-        axes.barh(rows, lengths, 0.7, left=left, color=f"C{number % 10}", label=label)
-    axes.set_yticks(range(len(used)), [track.value for track in used])
-    axes.set_xlabel(f"seconds of a step: {plan.recommended.choice.title}")
