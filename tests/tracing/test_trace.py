@@ -384,8 +384,16 @@ def test_the_page_stands_alone(traced: Trace, tmp_path: Path) -> None:
     assert page.count('class="exposed"') == len(named(traced.events, STEP)) + len(named(traced.events, NORM)) == 6
     shapes = page.count("<title>") - 1  # the page's own
     assert shapes == len(traced.events)
-    for track in {event.track for event in traced.events}:
-        assert f"<div>{track}</div>" in page
+    shown = re.search(r'class="names">(.*?)</div><div class="scroll"', page)
+    assert shown is not None
+    tracks = {event.track for event in traced.events}
+    assert shown[1].count("<div>") == len(tracks)
+    assert "<div>main thread</div>" in page and "<div>stream: copies to the host</div>" in page
+    assert "MainThread" not in page and "longshore-host" not in page
+    # Shapes without an area at the first zoom are seen too.
+    shapes_with_colour = re.findall(r"<(?:rect x|line)[^>]*>", page)
+    assert len(shapes_with_colour) == len(traced.events)
+    assert all("non-scaling-stroke" in shape for shape in shapes_with_colour)
     explained = re.findall(r"</i><b>(.+?)</b>: \w", page)
     assert sorted(explained) == sorted({event.name for event in traced.events} | {"exposed"})
     assert str(traced.summary()) in page

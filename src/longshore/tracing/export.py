@@ -38,6 +38,15 @@ _KINDS = {
 }
 """The colour and the meaning of each kind of event."""
 
+_TRACKS = {
+    "MainThread": "main thread",
+    "autograd": "autograd's thread: backward on a device",
+    "longshore-host": "host worker: steps ahead",
+    f"stream: {tile_events.COPY_TO_HOST}": "stream: copies to the host",
+    f"stream: {tile_events.PUBLISH}": "stream: copies to the device",
+}
+"""What the page calls threads and streams whose own names say too little."""
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -146,7 +155,7 @@ def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: str) -
                 if name in found
             ),
             exposed=_EXPOSED,
-            names="".join(f"<div>{escape(track)}</div>" for track in tracks),
+            names="".join(f"<div>{escape(_TRACKS.get(track, track))}</div>" for track in tracks),
             length_us=f"{max(event.end_ns - begin_ns for event in events) / 1e3:.3f}",
             height_px=height_px,
             shapes="\n".join(
@@ -169,7 +178,7 @@ def _shape(event: Event, begin_ns: int, top_px: int) -> str:
     colour, _ = _KINDS[event.name]
     if length_us:
         place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_TRACK_PX - 8}"'
-        return f'<rect {place} fill="{colour}">{title}</rect>'
-    # With non-scaling-stroke, a line keeps its width at every zoom.
+        # With non-scaling-stroke, a line keeps its width at every zoom: also what is short beside a step is seen.
+        return f'<rect {place} fill="{colour}" stroke="{colour}" vector-effect="non-scaling-stroke">{title}</rect>'
     place = f'x1="{begin_us:.3f}" x2="{begin_us:.3f}" y1="{top_px + 2}" y2="{top_px + _TRACK_PX - 2}"'
     return f'<line {place} stroke="{colour}" vector-effect="non-scaling-stroke">{title}</line>'
