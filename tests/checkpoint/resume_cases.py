@@ -217,7 +217,7 @@ def load_whole(setting: Setting, folder: str) -> dict[str, Any]:
         train(engine, 1)
         with warnings.catch_warnings():
             # Another number of ranks, which may have other batches: a test of its own looks at that.
-            warnings.filterwarnings("ignore", message=".*(was saved by|samples into its epoch)")
+            warnings.filterwarnings("ignore", message=".*(was saved by|samples into its epoch|: backwards a step)")
             engine.load_checkpoint(folder)
         return state_of(engine)
 

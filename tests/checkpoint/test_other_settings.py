@@ -110,6 +110,40 @@ def test_all_are_named_at_once(tmp_path: Path) -> None:
     assert "gradient_clipping 1.0 there, 0.5 here" in said and 'autocast null there, "bf16" here' in said
 
 
+def test_the_accumulation_steps_are_those_of_this_run(tmp_path: Path) -> None:
+    """As those of every other setting; the saved run's replaced them without a word."""
+    backwards = "backwards a step (ranks times gradient_accumulation_steps)"
+    for ranks, steps, said in (
+        (1, 1, None),
+        (1, 2, "gradient_accumulation_steps 1 there, 2 here"),
+        (2, 2, None),
+        (2, 1, f"{backwards} 2 * 1 there, 1 * 1 here"),
+    ):
+        folder = tmp_path / f"{ranks} {steps}"
+        saved({}, str(folder))
+        _as_if_saved_by(ranks, folder)
+        with engine_with({"gradient_accumulation_steps": steps}) as engine, warnings.catch_warnings(record=True) as all:
+            warnings.simplefilter("always")
+            engine.load_checkpoint(folder)
+            assert engine.gradient_accumulation_steps() == steps
+        texts = [str(each.message) for each in all if "other settings" in str(each.message)]
+        assert len(texts) == (said is not None)
+        assert said is None or f": {said}." in texts[0]
+
+
+def _as_if_saved_by(ranks: int, root: Path) -> None:
+    from checkpoint.test_hostile import rehash
+
+    folder = next(path for path in root.iterdir() if path.is_dir())
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    manifest = json.loads(files["manifest.json"])
+    manifest["world_size"] = ranks
+    files["manifest.json"] = json.dumps(manifest).encode()
+    rehash(files)
+    for name, text in files.items():
+        (folder / name).write_bytes(text)
+
+
 def test_settings_that_change_no_bit(tmp_path: Path) -> None:
     saved({}, str(tmp_path))
     speed = {"offload_device": "cpu", "tile_numel": 3, "threads": 1, "stage": 3, "communication_dtype": "bf16"}

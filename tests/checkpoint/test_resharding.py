@@ -76,7 +76,11 @@ def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ran
     assert said[0] == [
         f"{repeated}: the last 4 come again",
         f"{where} was saved by 2 ranks, and these are 3: random numbers (dropout), the split of batches over ranks "
-        "and the order in which their gradients are added differ from that run; everything else is the same",
+        "and the order in which their gradients are added differ from that run; everything else is as another "
+        "warning says",
+        f"{where} was saved with other settings, and the weights will be those of neither run: backwards a step (ranks "
+        "times gradient_accumulation_steps) 2 * 1 there, 3 * 1 here. Give initialize() the configuration of that run, "
+        "if this is to continue it",
     ]
     assert said[1:] == [[f"{repeated}: the last 4 come again"]] * 2
     assert two_ranks(cases.warned, Setting(1), str(tmp_path)) == [[], []]

@@ -50,8 +50,6 @@ class Resumable(Protocol):
     @property
     def in_window(self) -> bool: ...
 
-    def set_gradient_accumulation_steps(self, steps: int) -> None: ...
-
 
 class Checkpoints:
     """Saves and loads the checkpoints of an engine, whose accumulation window is ``window``."""
@@ -187,6 +185,8 @@ class Checkpoints:
         """Resume from a checkpoint of any stage, offload, tile size and number of ranks; all ranks have to call.
 
         The whole checkpoint is verified, and compared with the model and the optimizer, before anything changes.
+        Settings stay this engine's, ``gradient_accumulation_steps`` too; a warning names those that change bits and
+        were others in the saved run.
 
         Args:
             load_dir: as given to :meth:`save`.
@@ -278,7 +278,6 @@ class Checkpoints:
         if (sharded := sharded_store(engine.optimizer)) is not None:
             sharded.window.several = state.get("several", 0) > 0
         self._runs[whole.path.parent] = state["run"]
-        engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
         engine.loss_scaling.hand_to(engine.optimizer)
         if scheduler:
@@ -286,26 +285,40 @@ class Checkpoints:
         _load_state(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
         if own.get("random") is not None:
             restore_random_states(own["random"], engine.ranks.device)
-        if group.rank != 0:
-            return
-        ranks = whole.manifest.get("world_size")
-        if ranks != group.world_size:
-            warnings.warn(
-                f"{whole.path} was saved by {ranks} ranks, and these are {group.world_size}: random numbers (dropout), "
-                "the split of batches over ranks and the order in which their gradients are added differ from that "
-                "run; everything else is the same",
-                stacklevel=6,
+        if group.rank == 0:
+            self._warn_of_differences(whole, state, scheduler)
+
+    def _warn_of_differences(self, whole: WholeCheckpoint, state: Mapping[str, Any], scheduler: bool) -> None:
+        """Warn of what changes bits and was otherwise in the saved run; imported and older checkpoints do not say."""
+        there, sizes = state.get("decisive", {}), self._window.sizes
+        steps = (state["gradient_accumulation_steps"], sizes.accumulation_steps)
+        ranks = (checked(whole.manifest.get("world_size"), int, f"{whole.path}: world_size"), sizes.world_size)
+        differing = self._differing(state, there, scheduler)
+        # Whoever declares boundaries decides anew how many backwards a step has (Lightning's Trainer).
+        if there and self._window.boundary is None and ranks[0] * steps[0] != ranks[1] * steps[1]:
+            differing.append(
+                f"gradient_accumulation_steps {steps[0]} there, {steps[1]} here"
+                if ranks[0] == ranks[1]
+                else f"backwards a step (ranks times gradient_accumulation_steps) {ranks[0]} * {steps[0]} there, "
+                f"{ranks[1]} * {steps[1]} here"
             )
-        if differing := self._differing(state, scheduler):
+        if ranks[0] != ranks[1]:
+            warnings.warn(
+                f"{whole.path} was saved by {ranks[0]} ranks, and these are {ranks[1]}: random numbers (dropout), the "
+                "split of batches over ranks and the order in which their gradients are added differ from that run; "
+                f"everything else is {'as another warning says' if differing else 'the same'}",
+                stacklevel=7,
+            )
+        if differing:
             warnings.warn(
                 f"{whole.path} was saved with other settings, and the weights will be those of neither run: "
                 f"{'; '.join(differing)}. Give initialize() the configuration of that run, if this is to continue it",
-                stacklevel=6,
+                stacklevel=7,
             )
 
-    def _differing(self, state: Mapping[str, Any], scheduler: bool) -> list[str]:
-        """Return the settings that change bits and that the saved run had otherwise; older checkpoints do not say."""
-        here, there = decisive(self._engine.config, self._engine.ranks.world_size), state.get("decisive", {})
+    def _differing(self, state: Mapping[str, Any], there: Mapping[str, str], scheduler: bool) -> list[str]:
+        """Return the settings that change bits and that the saved run, whose settings are ``there``, had otherwise."""
+        here = decisive(self._engine.config, self._engine.ranks.world_size)
         irrelevant = set() if scheduler else {"scheduler"}
         counted = state["gradient_accumulation_steps"] > 1 or state["micro_steps"] > state["global_steps"]
         if not counted and not state.get("several", 0):  # the latter says it of a plain loss.backward(), too

@@ -185,10 +185,7 @@ def load_into_engine(
     Raises:
         CheckpointError: the checkpoint is damaged, or from another model or optimizer; nothing was loaded.
     """
-    steps = engine.gradient_accumulation_steps()
     _, client = engine.load_checkpoint(path, tag=TAG, load_module_only=not optimizer, strict=strict)
-    # The number of batches in a step is this run's choice.
-    engine.set_gradient_accumulation_steps(steps)
     return _rest(client, path, weights_only)
 
 
