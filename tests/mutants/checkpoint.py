@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "other settings are not compared",
         "engine/checkpoints.py",
-        "        if differing := self._differing(state, scheduler):\n",
-        "        if differing := []:\n",
+        "        differing = self._differing(state, there, scheduler)\n",
+        "        differing = list[str]()\n",
         ("tests/checkpoint/test_other_settings.py::test_other_settings",),
     ),
     Mutant(
