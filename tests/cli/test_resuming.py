@@ -111,6 +111,35 @@ def test_what_cannot_go_on(train, trained, tmp_path):
     assert "is another one" in train("--resume", "--out", out).refused()
 
 
+@pytest.mark.parametrize("options", [[], ["--stage", "1", "--dtype", "bf16"]], ids=["alone", "engine"])
+def test_more_steps(options, train, tmp_path, results):
+    run = [*options, "--schedule", "constant", "--warmup", "2", "--save-every", "3"]
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    assert train(*run, "--steps", "9", "--out", whole).code == 0
+    for steps in (4, 9):
+        assert train(*run, "--steps", steps, "--out", longer, "--resume-auto").code == 0
+        assert json.loads((longer / "run.json").read_text())["settings"]["loop"]["steps"] == steps
+    assert results(longer).differing(results(whole)) == []
+    assert (
+        "has made 9 steps, and --steps is 8: give at least 9"
+        in train(*run, "--steps", "8", "--out", longer, "--resume").refused()
+    )
+    assert results(longer).differing(results(whole)) == []
+
+
+def test_more_steps_of_a_schedule_that_follows_from_them(train, tmp_path):
+    out, file = tmp_path / "run", tmp_path / "config.json"
+    assert train("--save-every", "2", "--out", out).code == 0
+    other = train("--resume", "--out", out, "--steps", "9").refused()
+    assert "--steps 4 there, 9 here (with --schedule cosine the learning rate of each step follows from --s" in other
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "scheduler": scheduler}))
+    run = ["--save-every", "2", "--out", tmp_path / "file", "--config", file, "--warmup", "2"]
+    assert train(*run).code == 0
+    other = train(*run, "--resume", "--steps", "9").refused()
+    assert "scheduler in --config" in other and "--schedule" not in other
+
+
 @pytest.mark.parametrize(
     "name, value",
     [

@@ -17,14 +17,14 @@ from torch import nn
 from longshore.cli.data import Corpus, TextDocuments
 from longshore.cli.model import count_parameters
 from longshore.cli.output import CHECKPOINTS
-from longshore.cli.settings import TrainSettings
+from longshore.cli.settings import DECAYING, TrainSettings
 from longshore.cli.steppers import TrainStepper
 from longshore.cli.terminal import USAGE, CommandError, one_line, warn, warnings_as_lines
 from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK, order_of_sums
 from longshore.errors import CheckpointError
 
 _OPTIMIZER = ("lr", "schedule", "warmup", "weight_decay", "clip")
-_LOOP = ("seq_len", "steps", "batch_size", "seed")
+_LOOP = ("seq_len", "batch_size", "seed")
 _ENGINE = ("dtype", *OF_EACH_RANK, *BETWEEN_RANKS, "optimizer")
 """Fields of the engine's configuration that change bits. Some of them are options above, too."""
 
@@ -40,6 +40,7 @@ class RunCheckpoints:
 
     def __init__(self, settings: TrainSettings, stepper: TrainStepper, leads: bool = True) -> None:
         self._every = settings.save_every
+        self._steps = settings.loop.steps
         self._folder = None if settings.out is None else settings.out / CHECKPOINTS
         self._stepper = stepper
         self._leads = leads
@@ -90,13 +91,22 @@ class RunCheckpoints:
             )
 
     def load(self) -> Mapping[str, Any] | None:
-        """Load the newest whole checkpoint, and return its progress; None if there is no checkpoint."""
+        """Load the newest whole checkpoint, and return its progress; None if there is no checkpoint.
+
+        Raises:
+            CommandError: it is of a step after the last one that ``--steps`` asks for.
+        """
         assert self._folder is not None
         with warnings_as_lines():
             values = self._stepper.load(self._folder) if self._folder.is_dir() else None
         if values is None:
             return None
-        self._newest_step = self._begun_step = values["progress"]["step"]
+        step = values["progress"]["step"]
+        if step > self._steps:
+            raise CommandError(
+                f"--resume: the run has made {step} steps, and --steps is {self._steps}: give at least {step}", USAGE
+            )
+        self._newest_step = self._begun_step = step
         return values["progress"]
 
 
@@ -131,8 +141,10 @@ def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]
     if former.get("data", {}).get("sha256") != now["data"]["sha256"]:
         differing.append("the text differs")
     if differing:
+        follows = f" (with --schedule {here['--schedule']} the learning rate of each step follows from --steps)"
         raise CommandError(
-            f"--resume: the run in {path} is another one: {'; '.join(differing)}. Give the options that it was begun "
+            f"--resume: the run in {path} is another one: {'; '.join(differing)}"
+            f"{follows if there['--steps'] != here['--steps'] else ''}. Give the options that it was begun "
             f"with, or begin a new run in another --out (with its weights: --model {path})",
             USAGE,
         )
@@ -150,6 +162,8 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
     predivide = ranks if engine.get("prescale_gradients") else engine.get("gradient_predivide_factor") or 1
     exact = engine.get("communication_dtype") in (None, "fp32") and math.frexp(predivide)[0] == 0.5
     return {
+        # Where the rate is constant, a run of more steps begins with the same ones.
+        "--steps": get("loop", "steps") if get("optimizer", "schedule") in DECAYING else None,
         "--max-bytes": get("data", "max_bytes"),
         "the model's shape": ", ".join(f"{key} {value}" for key, value in shape.items()) or None,
         "--model": get("model", "path"),

@@ -64,6 +64,8 @@ DataPaths = Annotated[
     _data("File or folder of plain text; repeatable. Default: Python's standard library.", flag="--data"),
 ]
 Size = Annotated[str, _model("Size of a Llama with random weights.", choices=tuple(SIZES))]
+DECAYING = ("linear", "cosine")
+"""Schedules in which the learning rate of a step follows from the number of all steps."""
 Steps = Annotated[int, _training("Optimizer steps.", at_least=1)]
 SeqLen = Annotated[int, _training("Tokens in a sequence.", at_least=1)]
 BatchSize = Annotated[int, _training("Sequences in a backward, on each rank.", at_least=1)]
@@ -127,9 +129,9 @@ class OptimizerSettings(CommandSettings):
     """The optimizer and its schedule; None: a configuration file names the schedule, and the engine follows it."""
 
     lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
-    schedule: Annotated[
-        str | None, _training("Learning rate after the warmup.", choices=("constant", "linear", "cosine"))
-    ] = "cosine"
+    schedule: Annotated[str | None, _training("Learning rate after the warmup.", choices=("constant", *DECAYING))] = (
+        "cosine"
+    )
     warmup: Annotated[int, _training("Steps in which the learning rate rises to --lr.", at_least=0)] = 20
     weight_decay: Annotated[float, _training("Weight decay of matrices. Vectors never decay.", at_least=0)] = 0.1
     clip: Clip = 1.0
@@ -215,7 +217,8 @@ _TRACE = (
 _SAVE = "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none."
 _RESUME = (
     "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
-    "Ranks, accumulation and stage may change as far as a step's gradients are added in the same order."
+    "Ranks, accumulation and stage may change as far as a step's gradients are added in the same order, and --steps "
+    "may grow where the schedule does not follow from it (--schedule constant)."
 )
 _RESUME_AUTO = (
     "Continue the run in --out, or begin one if there is none yet, so that a script that is queued again is one line; "
