@@ -6,13 +6,21 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cli.conftest import MICRO_MODEL, MICRO_RUN
 from cli.rank_cases import command
+from pydantic_core import to_jsonable_python
 
 from longshore.cli import output
 from longshore.cli.loop import Loop
+from longshore.cli.options import option_fields
+from longshore.cli.resuming import _ENGINE, _decisive
+from longshore.cli.settings import TrainSettings
+from longshore.engine.config import Config
+from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK
 
 ENGINE = [["--stage", "2"], ["--stage", "0", "--dtype", "bf16", "--no-offload"]]
 ALONE = [["--no-offload"], ["--release-gradients", "--dtype", "bf16"]]
@@ -220,6 +228,64 @@ def test_another_order_of_sums(two_ranks, train, text, tmp_path):
     assert [code for code, _, _ in two_ranks(command, [*run, "--stage", "3", "--resume"])] == [0, 0]
     alone = train(*common[2:], "--out", tmp_path / "run", "--resume", "--stage", "2", "--accumulation", "4").refused()
     assert "order of sums" in alone and "backwards a step" not in alone
+
+
+OF_NO_BIT = {
+    *("plain", "offload", "speculation_memory", "eval_every", "eval_batches", "log_every"),  # of options
+    *(
+        "out",
+        "overwrite",
+        "stage",
+        "config",
+        "trace",
+        "save_every",
+        "resume",
+        "resume_auto",
+    ),  # stage: the order of sums
+    *("paths", "tokenizer", "device"),  # the tokens themselves are compared, and where the model is
+}
+OF_NO_BIT_IN_THE_ENGINE = {
+    *("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),  # the loop's, which are compared
+    *("managed_accumulation", "drop_last"),  # the loop declares each boundary, and has its own batches
+    *("stage", "offload_device", "offload_ratio", "overlap_comm", "reduce_bucket_numel", "allgather_bucket_numel"),
+    *("wrap_policy", "leaf_classes", "leaf_names", "leaf_name_suffixes", "gather_on_save", "detect_writes"),
+    *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),
+    *("tensorboard", "wandb", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "dump_state"),
+}
+
+
+def test_every_option_that_changes_a_bit_is_compared():
+    """A new one is compared, or it is said here that it changes none."""
+    changed = {"path": Path("m"), "schedule": "linear", "dtype": "bf16", "max_bytes": 9, "release_gradients": True}
+    settings = TrainSettings()
+    before = _decisive(to_jsonable_python(settings))
+    seen = set()
+    for section in ("data", "model", "optimizer", "loop", None):
+        part = settings if section is None else getattr(settings, section)
+        for option in option_fields(type(part)):
+            seen.add(option.name)
+            if option.name not in OF_NO_BIT:
+                other = replace(part, **{option.name: changed.get(option.name) or option.default + 1})
+                now = other if section is None else replace(settings, **{section: other})
+                assert _decisive(to_jsonable_python(now)) != before, option.name
+    assert seen >= OF_NO_BIT
+    fields = set(Config.model_fields)
+    assert fields == {*_ENGINE, *OF_NO_BIT_IN_THE_ENGINE} and not OF_NO_BIT_IN_THE_ENGINE.intersection(_ENGINE)
+    # The engine's load_checkpoint: the checkpoint itself has weights of one dtype and the optimizer's settings.
+    assert set(_ENGINE) - {"dtype", "optimizer"} == {*OF_EACH_RANK, *BETWEEN_RANKS}
+
+
+def test_another_device_is_another_run(train, tmp_path):
+    out = tmp_path / "run"
+    assert train("--save-every", "2", "--out", out).code == 0
+    run = json.loads((out / "run.json").read_text())
+    assert run["machine"]["device"] == "cpu"
+    run["machine"]["device"] = "cuda"
+    (out / "run.json").write_text(json.dumps(run))
+    assert "--device cuda there, cpu here" in train("--resume", "--out", out).refused()
+    del run["machine"]["device"]  # of an older version
+    (out / "run.json").write_text(json.dumps(run))
+    assert train("--resume", "--out", out).code == 0
 
 
 def test_one_run_at_a_time(train, tmp_path, monkeypatch):

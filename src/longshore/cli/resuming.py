@@ -117,7 +117,12 @@ def describe(settings: TrainSettings, text: TextDocuments, corpus: Corpus, model
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
-        "machine": {"architecture": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "machine": {
+            "architecture": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": next(model.parameters()).device.type,
+        },
         "settings": to_jsonable_python(settings),
         "data": {
             "files": len(text.documents),
@@ -138,6 +143,9 @@ def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]
     """
     there, here = (_decisive(run.get("settings", {})) for run in (former, now))
     differing = [f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name]]
+    device, its_device = now["machine"]["device"], former.get("machine", {}).get("device")
+    if its_device not in (None, device):  # runs of older versions do not say
+        differing.append(f"--device {its_device} there, {device} here")
     if former.get("data", {}).get("sha256") != now["data"]["sha256"]:
         differing.append("the text differs")
     if differing:
