@@ -388,3 +388,15 @@ def test_help_does_not_wait_for_transformers():
         "sys.exit(any(name in sys.modules for name in ('transformers', 'matplotlib', 'longshore.cli.job')))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "--data"], ["train", "--model"], ["train", "--tokenizer"], ["demo", "--data"]], ids=" ".join
+)
+def test_a_wrong_path_does_not_wait_for_torch(arguments):
+    code = (
+        f"import sys; from longshore.cli import main; code = main({[*arguments, '/nowhere']}); "
+        "sys.exit(code if 'torch' not in sys.modules else 99)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and "/nowhere" in ran.stderr

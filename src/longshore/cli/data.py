@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.cli.settings import mode_of_data
 from longshore.cli.terminal import CommandError, os_reason
 
 END_OF_DOCUMENT = 0
@@ -70,10 +71,7 @@ def read_text(paths: tuple[Path, ...], max_bytes: int | None) -> TextDocuments:
 def _files(paths: tuple[Path, ...]) -> Iterator[tuple[Path, bool]]:
     """Yield every file to read, and whether the user named it rather than its folder."""
     for path in paths:
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise CommandError(f"cannot read --data {path}: {os_reason(error)}") from error
+        mode = mode_of_data(path)
         if stat.S_ISDIR(mode):
             yield from ((file, False) for file in _walk(path))
         elif stat.S_ISREG(mode):

@@ -33,8 +33,6 @@ def load_tokenizer(path: Path | None, model: Path | None) -> Any | None:
             return None
         path = model
     transformers = load_transformers()
-    if not path.exists():
-        raise CommandError(f"--tokenizer {path} does not exist: give a folder or a tokenizer.json file")
     try:
         if path.is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -129,8 +127,6 @@ def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None,
 
 
 def _load_model(path: Path) -> nn.Module:
-    if not path.is_dir():
-        raise CommandError(f"--model {path} is not a folder: give one with config.json and model.safetensors")
     auto = load_transformers().AutoModelForCausalLM
     try:
         model, report = auto.from_pretrained(path, local_files_only=True, output_loading_info=True)

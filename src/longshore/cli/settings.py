@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.cli.options import CommandSettings, Option
-from longshore.cli.terminal import SettingsError
+from longshore.cli.terminal import CommandError, SettingsError, os_reason
 
 if TYPE_CHECKING:  # it imports torch
     from longshore.engine import Config
@@ -82,6 +82,26 @@ class DataSettings(CommandSettings):
     max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
     tokenizer: Annotated[Path | None, _data("Local tokenizer. Default: that of --model, or else bytes.")] = None
 
+    def check_paths(self) -> None:
+        """Raise CommandError if a path is wrong. Nothing is imported for that, so that users need not wait for it."""
+        check_data(self.paths)
+        if self.tokenizer is not None and not self.tokenizer.exists():
+            raise CommandError(f"--tokenizer {self.tokenizer} does not exist: give a folder or a tokenizer.json file")
+
+
+def check_data(paths: tuple[Path, ...]) -> None:
+    """Raise CommandError if a file or folder to read is not there."""
+    for path in paths:
+        mode_of_data(path)
+
+
+def mode_of_data(path: Path) -> int:
+    """Return the mode of a file or folder to read."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        raise CommandError(f"cannot read --data {path}: {os_reason(error)}") from error
+
 
 @dataclass(frozen=True)
 class ShapeSettings(CommandSettings):
@@ -105,6 +125,11 @@ class ModelSettings(CommandSettings):
     path: Annotated[Path | None, _model("Folder with a causal language model to train.", flag="--model")] = None
     dtype: Annotated[str, _model("Parameters' dtype. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
     device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
+
+    def check_path(self) -> None:
+        """Raise CommandError if ``path`` is no folder."""
+        if self.path is not None and not self.path.is_dir():
+            raise CommandError(f"--model {self.path} is not a folder: give one with config.json and model.safetensors")
 
 
 def _parse_speculation_memory(text: str) -> int | str:

@@ -15,6 +15,7 @@ from longshore.cli.settings import (
     OptimizerSettings,
     ShapeSettings,
     TrainSettings,
+    check_data,
 )
 from longshore.cli.terminal import SettingsError
 
@@ -37,6 +38,8 @@ def train(line: CommandLine) -> None:
     )
     if settings.optimizer.plain and line.given.get("offload"):
         raise SettingsError("--plain keeps the optimizer state on the device, and --offload on the host: leave one out")
+    settings.data.check_paths()
+    settings.model.check_path()
     from longshore.cli.job import run
 
     raise typer.Exit(run(settings, line.given))
@@ -51,6 +54,7 @@ def demo(line: CommandLine) -> None:
     The exit code is 1 if any weight differs in any bit.
     """
     settings = line.settings(DemoSettings)
+    check_data(settings.data)
     # On a busy machine threads that spin while they wait take the cores from those that they wait for. OpenMP reads
     # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
