@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from support import PlainLoop, whole
+from torch import Tensor, nn
 
+import longshore
 from engine.failure_cases import backward, check_trains_on, make_engine, raised_by
 
 
@@ -44,3 +48,52 @@ def _alone(engine: Any, what: str, rank: int) -> None:
     }
     if rank == 1:
         calls[what]()
+
+
+class Optional(nn.Module):
+    """Layers of which each forward names those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        for number in used:
+            x = self.layers[number](x)
+        return x.pow(2).sum()
+
+
+def discarded_by_the_model(stage: int, raw: bool) -> str:
+    """Rank 0 alone gets gradients in a backward, no rank in the next one, and all call ``model.zero_grad()``."""
+    rank = dist.get_rank()
+    twin, model = Optional(), Optional()
+    options: dict[str, Any] = {"lr": 0.1}
+    gathered = {"wrap_policy": 1000} if stage == 3 else {}  # the whole model at once: layers may be left out
+    config = longshore.Config(**{"stage": stage, "optimizer": {"type": "AdamW", **options}, **gathered})
+    engine = longshore.initialize(model=model, config=config).engine
+
+    def batch(step: int, of_rank: int) -> Tensor:
+        return torch.full((2, 6), float(step + of_rank + 1), requires_grad=True)
+
+    for number in range(2):
+        loss = engine(batch(number, rank), (0,) if rank == number == 0 else ())
+        if raw:
+            loss.backward()
+        else:
+            engine.backward(loss)
+    model.zero_grad()
+    norms: list[float] = []
+    said = raised_by(lambda: norms.append(float(engine.optimizer.grad_norm()))) or raised_by(engine.step)
+    assert norms == ([] if said else [0.0])
+    engine.zero_grad()
+    plain = PlainLoop(twin.parameters(), **options)
+    for step in range(2):
+        engine.backward(engine(batch(step, rank), (0, 1)))
+        engine.step()
+        gradients = [torch.autograd.grad(twin(batch(step, each), (0, 1)), [*twin.parameters()]) for each in (0, 1)]
+        plain.step([(one + other) * 0.5 for one, other in zip(*gradients, strict=True)])
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(ours), theirs)
+    engine.optimizer.close()
+    return said

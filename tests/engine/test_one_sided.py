@@ -34,3 +34,16 @@ def test_a_step_that_one_rank_refuses(stage: int, two_ranks: Ranks) -> None:
     first, second = two_ranks(cases.called_on_one_rank, stage, "raw backward", "")
     assert first == "GradientError: rank 1 failed in this window and discarded it; call zero_grad() and go on"
     assert second.startswith("LongshoreError: gradients came from loss.backward(), which the engine does not count")
+
+
+@pytest.mark.covering(1)
+@STAGES
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_model_discards_what_one_rank_alone_had(stage: int, raw: bool, two_ranks: Ranks) -> None:
+    """On the other rank no ``.grad`` shows it: what was reduced already cannot be discarded, and that is an error."""
+    first, second = two_ranks(cases.discarded_by_the_model, stage, raw)
+    if stage < 2 or raw:
+        assert first == second == ""
+    else:
+        assert first.startswith("GradientError: a gradient was taken out of .grad (set to None or replaced) after")
+        assert second.startswith("GradientError: rank 0 failed in this window")
