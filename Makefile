@@ -69,7 +69,7 @@ test-model:
 bench: $(SETUP)
 	$(BIN)/python -m benchmarks
 
-# build/docs/index.html opens without a server (searching takes one: python -m http.server); nothing is fetched.
+# build/docs/index.html opens without a server, with its search; nothing is fetched.
 docs: $(DOCS)
 	$(BIN)/python -m scripts.docs --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

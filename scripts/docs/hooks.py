@@ -28,3 +28,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')})"
 
     return _OUTSIDE.sub(brought, _FOR_THE_TESTS.sub("", markdown))
+
+
+def on_post_build(*, config: Any) -> None:
+    """Write the index of the search also as a script: pages that are opened from a folder can load nothing else."""
+    folder = Path(config.site_dir, "search")
+    index = (folder / "search_index.json").read_text(encoding="utf-8")
+    (folder / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
