@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 import longshore
-from integrations.lightning.modules import Net, assert_same, fitted, loader, plain_adamw, trainer, weights
+from integrations.lightning.modules import OPTIONS, Net, assert_same, fitted, loader, plain_adamw, trainer, weights
 from longshore.errors import CheckpointError
 from longshore.integrations.lightning import LongshoreStrategy, models
 
@@ -82,6 +82,45 @@ def test_resuming_is_exact(tmp_path: Path, stage: int, precision: str) -> None:
         for name, value in found.state[a].items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected.state[b][name])), name
     assert found.param_groups[0]["lr"] == expected.param_groups[0]["lr"] < 1e-2
+
+
+class Clamped(Scheduled):
+    """Writes to its parameters after each batch, also the one before a checkpoint, where torch does not see it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class OneLine(Clamped):
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: longshore.AdamW(parameters, **OPTIONS))
+
+
+def check_clamped(module: nn.Module) -> None:
+    assert max(float(value.abs().max()) for value in weights(module)) < 0.051
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_resuming_after_writes_that_torch_cannot_see(tmp_path: Path, precision: str) -> None:
+    strategies = [LongshoreStrategy() for _ in range(3)]
+    whole, resumed = stopped_and_resumed(tmp_path, strategies, Clamped, precision=precision)
+    assert_same(resumed, whole)
+    check_clamped(whole)
+    if precision == "32-true":
+        torch.manual_seed(5)
+        plain = Clamped()
+        trainer(max_epochs=3).fit(plain, loader(shuffle=True), loader(1))
+        assert_same(whole, plain)
+
+
+def test_a_one_line_optimizer_after_writes_that_torch_cannot_see(tmp_path: Path) -> None:
+    """Straight and resumed, as torch's in the same Trainer (which does not restore random numbers)."""
+    ours = stopped_and_resumed(tmp_path / "ours", ["auto"] * 3, OneLine)
+    theirs = stopped_and_resumed(tmp_path / "theirs", ["auto"] * 3, Clamped)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same(one, other)
+        check_clamped(one)
 
 
 def test_resuming_at_another_stage_and_place(tmp_path: Path) -> None:
