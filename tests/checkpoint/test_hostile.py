@@ -62,6 +62,8 @@ HOSTILE: list[Any] = [
         {"$float": "inf"},
     ),
     *(
+        {"$float32": "nan"},
+        {"$float32": 0.5},
         {"$tuple": 5},
         {"$tuple": []},
         {"$items": [[1, 2], [1, 3]]},
@@ -550,7 +552,10 @@ def test_many_chunks_take_no_longer_than_they_are_many() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"$float": []}, {"$float": "1"}, {"$items": [[1, 2], [1, 3]]}, {"$items": [[[], 1]]}, {"$tuple": 5}, {"$x": 1}],
+    [
+        *({"$float": []}, {"$float": "1"}, {"$float32": 0.1}, {"$float16": 1e300}, {"$float32": {"$tuple": []}}),
+        *({"$items": [[1, 2], [1, 3]]}, {"$items": [[[], 1]]}, {"$tuple": 5}, {"$x": 1}),
+    ],
     ids=str,
 )
 def test_no_value(value: Any) -> None:

@@ -284,8 +284,8 @@ def _options_by_name(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(option: Any) -> Any:
-    """Return an option in Python's own types: numbers of NumPy and sequences of other libraries are converted."""
-    if isinstance(option, (np.generic, np.ndarray)):
+    """Return an option with sequences of other libraries as Python's; a checkpoint knows the numbers of NumPy."""
+    if isinstance(option, np.ndarray):
         return option.tolist()
     if isinstance(option, Sequence) and not isinstance(option, str):
         parts = [_plain(part) for part in option]

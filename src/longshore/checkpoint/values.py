@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from longshore.checkpoint.files import (
 from longshore.errors import CheckpointError
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NUMPY_FLOATS = {"$float16": numpy.float16, "$float32": numpy.float32}
 _DEEPEST = 64
 
 
@@ -60,7 +62,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -
     """Encode a value in the types that ``json`` writes.
 
     Args:
-        value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors.
+        value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors. NumPy's
+            numbers become Python's, but for floats of other sizes, with which arithmetic rounds otherwise.
         where: the name of the value in errors.
         tensors: a dictionary to which the tensors are added, without copying.
         depth: the number of levels above the value.
@@ -70,29 +73,39 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -
     """
     if depth > _DEEPEST:
         raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
-    # Subclasses (enums, NumPy's numbers) are rejected, since they would be loaded as another type.
+    value = _plain(value)
+    # Other subclasses (enums) are rejected, since they would be loaded as another type.
     kind = type(value)
     if kind in (type(None), bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind in _NUMPY_FLOATS.values():
+        return {f"${value.dtype.name}": encode(float(value), where, tensors, depth + 1)}
     if isinstance(value, Tensor):
         return {"$tensor": _put(value, where, tensors)}
     if kind in (list, tuple):
         entries = [encode(entry, f"{where}[{place}]", tensors, depth + 1) for place, entry in enumerate(value)]
         return entries if kind is list else {"$tuple": entries}
     if isinstance(value, Mapping):
-        for key in value:
+        for key in map(_plain, value):
             if type(key) not in (str, int):
                 raise CheckpointError(f"{where} has the key {key!r}; keys in a checkpoint are names or integers")
-        items = [[key, encode(entry, f"{where}[{key!r}]", tensors, depth + 1)] for key, entry in value.items()]
+        entries = ((_plain(key), entry) for key, entry in value.items())
+        items = [[key, encode(entry, f"{where}[{key!r}]", tensors, depth + 1)] for key, entry in entries]
         plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
         return dict(items) if plain else {"$items": items}
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, and a checkpoint can have only numbers, text, lists, "
-        "dictionaries and tensors (loading a pickle could run any code); convert it to these (NumPy's: .item(), "
+        "dictionaries and tensors (loading a pickle could run any code); convert it to these (NumPy's arrays: "
         ".tolist(), torch.from_numpy)"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy (a schedule written with it has them in its state) as the number of Python that computes
+    as it does; whatever else as it is."""
+    return value.item() if isinstance(value, numpy.float64 | numpy.integer | numpy.bool_) else value
 
 
 def _put(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
@@ -150,6 +163,12 @@ def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int =
             return tensor(name)
         case [("$float", str(name))] if name in _FLOATS:
             return _FLOATS[name]
+        case [(str(name), float() | dict() as entry)] if name in _NUMPY_FLOATS:
+            number = decode(entry, tensor, where, depth + 1)
+            with numpy.errstate(over="ignore"):
+                found = _NUMPY_FLOATS[name](number) if type(number) is float else None
+            if found is not None and (float(found) == number or math.isnan(number)):
+                return found
         case [("$tuple", list(entries))]:
             return tuple(decode(entry, tensor, where, depth + 1) for entry in entries)
         case [("$items", list(entries))] if all(map(_is_item, entries)):
