@@ -267,6 +267,27 @@ def trained_inside() -> list[str]:
         return said
 
 
+def gradients_inside() -> None:
+    """Reduced gradients are read and replaced inside the block as outside of it, by every handle of a parameter."""
+    with handles() as held:
+        pair = held.pair
+        pair.engine.backward(pair.engine(words_of(1, pair.rank)))
+        with longshore.gather(pair.model):
+            inside = [utils.safe_get_full_grad(each[NAME]) for each in (held.sharded, held.former, held.leaves)]
+            assert raised_by(pair.engine.step).startswith("LongshoreError: this rank is in step() inside gather()")
+        outside = utils.safe_get_full_grad(held.sharded[NAME])
+        assert outside is not None and bool(outside.count_nonzero())
+        assert all(each is not None and torch.equal(each, outside) for each in inside)
+        pair.engine.step()
+        pair.plain(lambda model, rank: [model(words_of(1, rank))])
+        pair.check("after gradients were read inside")
+        pair.engine.backward(pair.engine(words_of(2, pair.rank)))
+        with longshore.gather(pair.model):
+            utils.safe_set_full_grad(held.former[NAME], torch.full_like(outside, 0.25))
+            found = utils.safe_get_full_grad(held.sharded[NAME])
+        assert found is not None and torch.equal(found, torch.full_like(outside, 0.25))
+
+
 def forward_after_a_write() -> None:
     """What a rank wrote is in its own forward at once, as in the tensors that it reads."""
     with handles() as held, longshore.gather(held.pair.model, modifier_rank=0):

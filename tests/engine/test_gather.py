@@ -75,6 +75,10 @@ def test_training_inside(two_ranks: Ranks) -> None:
         assert saved.startswith("LongshoreError: this rank is saving a checkpoint inside gather()"), saved
 
 
+def test_gradients_are_read_inside(two_ranks: Ranks) -> None:
+    two_ranks(cases.gradients_inside)
+
+
 def test_a_forward_has_what_was_written(two_ranks: Ranks) -> None:
     two_ranks(cases.forward_after_a_write)
 

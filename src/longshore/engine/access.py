@@ -105,7 +105,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     if found is None:
         return None
     optimizer, record = found
-    gradients = optimizer._core.window_gradients()
+    gradients = optimizer._core.window_gradients(reading=True)
     if record.index not in gradients:
         return None
     gradient = gradients[record.index]
@@ -121,7 +121,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         ValueError: the shape differs, no engine steps the parameter, or it has no gradient in this window.
     """
     optimizer, record = _found(param, value)
-    if optimizer._core.window_gradients().get(record.index, value) is not None:
+    if optimizer._core.window_gradients(reading=True).get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
     optimizer._core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
 

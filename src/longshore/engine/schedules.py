@@ -95,7 +95,7 @@ class Schedule(LRScheduler):
             if name == "get_lr_ratio" and isinstance(config, WarmupCosineLRConfig):
                 return lambda: config.ratio(self.last_epoch)
             if name == "get_mom" and isinstance(config, OneCycleConfig):
-                return lambda: config.betas(self.last_epoch, len(self.base_lrs)) if self._has_betas else None
+                return lambda: config.cycled_betas(self.last_epoch, len(self.base_lrs)) if self._has_betas else None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def get_lr(self) -> list[float | Tensor]:

@@ -208,9 +208,9 @@ class OptimizerCore:
         return sum(self.source.produced.values())
 
     @torch.no_grad()
-    def window_gradients(self) -> Mapping[int, Tensor | None]:
+    def window_gradients(self, *, reading: bool = False) -> Mapping[int, Tensor | None]:
         """Return the gradients of this window, as agreed by all ranks, by the index of their record. Each is flat and
-        on the device, or None if the store has it."""
+        on the device, or None if the store has it. ``reading``: no step follows, so that parameters may be whole."""
         if self._agreed is not None:
             return self._agreed
         found, failure = {}, None
@@ -218,7 +218,7 @@ class OptimizerCore:
             found = self._collect()
         except Exception as error:
             failure = error  # agree() tells the other ranks, which raise too
-        return self.store.agree(found, failure)
+        return self.store.agree(found, failure, reading=reading)
 
     @contextlib.contextmanager
     def one_agreement(self) -> Iterator[Mapping[int, Tensor | None]]:

@@ -195,11 +195,12 @@ class ShardedStore(ParameterStore):
     # -- the end of a window --------------------------------------------------
 
     def agree(
-        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
         self.check_usable()
         self._check_not_over()
-        self.ownership.check_outside_of_gather(Action.STEP)
+        if not reading:
+            self.ownership.check_outside_of_gather(Action.STEP)
         window = self.window
         failure = window.failure or failure
         closing, kept = self._gradients.take()

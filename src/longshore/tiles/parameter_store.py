@@ -90,11 +90,12 @@ class ParameterStore(Protocol):
 
     @abstractmethod
     def agree(
-        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
         """Return the window's gradients, for the same parameters on all ranks, from those that this process ``found``.
 
-        If one rank passes the ``failure`` that it had while finding them, all ranks raise.
+        If one rank passes the ``failure`` that it had while finding them, all ranks raise. ``reading``: no step follows,
+        so that parameters may be whole meanwhile.
         """
 
     @abstractmethod

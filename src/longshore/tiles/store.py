@@ -195,7 +195,7 @@ class TileStore:
         self._failure = self._failure or failure
 
     def agree(
-        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
         self._check_complete()
         if failure is not None:

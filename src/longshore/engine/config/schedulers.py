@@ -184,12 +184,19 @@ class OneCycleConfig(ScheduleConfig):
         return _bounds(self.cycle_min_lr, self.cycle_max_lr, base_lrs)
 
     def betas(self, steps: int, group_count: int) -> list[tuple[float, float]] | None:
+        if self.cycle_momentum and steps == 0:
+            return [(low, _ONE_CYCLE_BETA2) for low in _each(self.cycle_min_mom, group_count)]
+        return self.cycled_betas(steps, group_count)
+
+    def cycled_betas(self, steps: int, group_count: int) -> list[tuple[float, float]] | None:
+        """As :meth:`betas`, but before the first step as the cycle has them, whose momentum begins at its highest.
+
+        DeepSpeed's ``get_mom()`` returns these, while the groups begin with the lowest.
+        """
         if not self.cycle_momentum:
             return None
         lows, highs = _each(self.cycle_min_mom, group_count), _each(self.cycle_max_mom, group_count)
-        if steps == 0:
-            momenta = lows
-        elif self._in_cycle(steps):
+        if self._in_cycle(steps):
             height = self._height(steps)
             momenta = [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
         else:
