@@ -95,3 +95,12 @@ def sharded(folder: str, ours_saves: bool, options: dict[str, bool] | None) -> N
     pairs = exchange(Path(folder), *makers, "AdamW", options, sharded=True)
     assert pairs and all(torch.equal(one, other) for one, other in pairs)
     dist.barrier()
+
+
+def sharded_masters(folder: str) -> None:
+    """bf16 weights, whose masters are in the checkpoint."""
+    for options in ({}, {"flatten_optimizer_state_dict": True}):
+        where = Path(folder, str(len(options)))
+        pairs = exchange(where, longshore, longshore, "AdamW", options, sharded=True, dtype=torch.bfloat16)
+        assert pairs and all(torch.equal(one, other) for one, other in pairs)
+        dist.barrier()

@@ -61,11 +61,16 @@ def test_masters_of_what_was_loaded_without_them_are_its_parameters(tmp_path: Pa
         assert torch.equal(its.state[one]["master"], oracle.state[two]["master"])
 
 
-@pytest.mark.parametrize("options", [FLAT, {}], ids=str)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("options", [FLAT, {}, FULL, {"cpu_offload": True}, {**FLAT, "cpu_offload": True}], ids=str)
 @pytest.mark.parametrize("ours_saves", [False, True])
 def test_sharded_models(ours_saves: bool, options: Any, two_ranks: Ranks, tmp_path: Path) -> None:
     """``FLAT`` is what torchtitan saves."""
     two_ranks(cases.sharded, str(tmp_path), ours_saves, options)
+
+
+def test_masters_of_a_sharded_model(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(cases.sharded_masters, str(tmp_path))
 
 
 def test_groups_have_the_keys_of_torchs() -> None:
