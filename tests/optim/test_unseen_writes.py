@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import forking_context
 from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, simulated, twins
 from torch import Tensor, nn
 
@@ -283,6 +284,39 @@ def test_another_process_writes_shared_memory(tmp_path: Path) -> None:
         if step == 1:
             subprocess.run([sys.executable, "-c", write, str(memory)], check=True)
             twin.data[10:30] = 0.5
+
+
+def hogwild(model: nn.Module, name: str, turns: Any, rank: int) -> None:
+    """One of two processes, each of which has an optimizer of its own for the shared parameters."""
+    torch.set_num_threads(1)
+    maker, options = (longshore, {}) if name == "ours" else (torch.optim, {"fused": True})
+    optimizer = maker.SGD(model.parameters(), lr=1e-2, **options)
+    for step in range(4):
+        turns[rank].acquire()
+        loss_of(model, 2 * step + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        turns[1 - rank].release()
+
+
+def test_hogwild_with_share_memory() -> None:
+    """The processes take turns, since a race has no bits to compare."""
+    context = forking_context()
+    models = []
+    for name in ("ours", "theirs"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(19, 16), nn.GELU(), nn.Linear(16, 16)).share_memory()
+        before = copy.deepcopy(model)
+        turns = [context.Semaphore(1), context.Semaphore(0)]
+        processes = [context.Process(target=hogwild, args=(model, name, turns, rank), daemon=True) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+        assert not same_weights(model, before)
+        models.append(model)
+    assert same_weights(*models)
 
 
 @pytest.mark.parametrize("place", ["direct", "simulated"])
