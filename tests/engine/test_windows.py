@@ -330,3 +330,8 @@ def test_one_rank_without_a_gradient(stage: int, before: str, raw: bool, two_ran
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_parameter_without_elements_that_one_rank_used(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(window_cases.an_empty_parameter_of_one_rank, stage) == [2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_was_taken_out_of_its_group(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(window_cases.taken_out, stage)

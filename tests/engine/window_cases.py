@@ -111,3 +111,31 @@ def unmanaged(stage: int) -> None:
         for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
             assert torch.equal(whole(ours), theirs)
     engine.optimizer.close()
+
+
+def taken_out(stage: int) -> None:
+    """A parameter that all ranks take out of its group is neither stepped nor measured."""
+    engine = make_engine(stage, gradient_clipping=1e9)
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    members = engine.optimizer.param_groups[0]["params"]
+    out = len(members) - 2  # the weight of the last head
+    kept = [whole(each).detach().clone() for each in engine.module.parameters()]
+    for step in range(3):
+        if step == 1:
+            members.pop(out)
+        engine.backward(engine(inputs(step, 0, dist.get_rank(), torch.float32), HEADS))
+        engine.step()
+        gradients: list[Any] = [*oracle.gradients(Window(), step, 1)]
+        if step:
+            gradients[out] = None
+        total = sum(float(each.double().square().sum()) for each in gradients if each is not None)
+        found = engine.get_global_grad_norm()
+        assert found is not None and abs(float(found) ** 2 - total) < 1e-5 * total
+        oracle.loop.step(gradients)
+        for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)
+        if step == 0:
+            kept = [whole(each).detach().clone() for each in engine.module.parameters()]
+    unchanged = [torch.equal(one, whole(other)) for one, other in zip(kept, engine.module.parameters(), strict=True)]
+    assert [place for place, same in enumerate(unchanged) if same and kept[place].numel()] == [out]
+    engine.optimizer.close()
