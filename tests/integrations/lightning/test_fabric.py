@@ -12,7 +12,7 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
 import longshore
-from integrations.lightning.modules import Masters, assert_same, loader, network, plain_adamw, weights
+from integrations.lightning.modules import OPTIONS, Masters, assert_same, loader, network, plain_adamw, weights
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.integrations.lightning import FabricLongshoreStrategy
 
@@ -35,9 +35,9 @@ def train(run: Fabric, model: Any, optimizer: Any, schedule: Any = None, steps: 
                 schedule.step()
 
 
-def trained(strategy: Any = "auto", make: Any = plain_adamw, **options: Any) -> nn.Module:
+def trained(strategy: Any = "auto", make: Any = plain_adamw, dtype: Any = None, **options: Any) -> nn.Module:
     run = fabric(strategy, **options)
-    model = network()
+    model = network().to(dtype)
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     wrapped, optimizer, schedule = run.setup(model, optimizer, scheduler=schedule)
@@ -48,6 +48,22 @@ def trained(strategy: Any = "auto", make: Any = plain_adamw, **options: Any) -> 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_loop_with_a_schedule(stage: int) -> None:
     assert_same(trained(FabricLongshoreStrategy(stage=stage)), trained())
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_one_line_optimizer_in_fabrics_own_strategy(precision: Any, release: bool) -> None:
+    """``setup()`` converts the model when the optimizer is there already."""
+
+    def make(parameters: Any) -> Any:
+        return longshore.AdamW(parameters, release_gradients=release, **OPTIONS)
+
+    found = trained(make=make, precision=precision)
+    if precision == "bf16-true":
+        for other in (make, *([] if release else [Masters])):  # Masters adds as torch does
+            assert_same(found, trained(make=other, dtype=torch.bfloat16, precision=precision))
+    else:
+        assert_same(found, trained(precision=precision))
 
 
 @pytest.mark.parametrize("name", ["longshore", "longshore_stage_1"])
