@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+import longshore
 from longshore.tiles.memory import cut_slots
 from longshore.transfer import DirectTransfer
 from longshore.transfer.pinned import allocate_pinned
@@ -86,3 +87,33 @@ def test_torchs_allocator_is_used_where_the_driver_pins_nothing_that_exists(
     assert allocate_pinned(1000).shape == (1000,)
     gc.collect()
     assert asked == [(1000, True)] and runtime.pinned == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("sizes", [[1000] * 7, [70_000, 33, 12_345]], ids=str)
+def test_what_an_optimizer_pins_is_counted_and_made_at_start_up(
+    sizes: list[int], release: bool, dtype: torch.dtype
+) -> None:
+    """On the simulated device, whose transfer is asked for the same memory as that of CUDA."""
+    blocks: list[int] = []
+
+    class Recorded(longshore.SimulatedTransfer):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            blocks.append(num_bytes)
+            return super().allocate(num_bytes)
+
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.ones(numel, dtype=dtype)) for numel in sizes]
+    offload = longshore.Offload(4096, transfer=Recorded())
+    optimizer = longshore.AdamW(parameters, release_gradients=release, offload=offload)
+    at_start = sum(blocks)
+    for _ in range(2):
+        for _ in range(2):
+            torch.cat(parameters).float().pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = optimizer.host_bytes()
+    assert sum(blocks) == at_start == found["gradients"] + found["staging"] > 0
+    if release:  # every gradient has its place, which is aligned to 64 bytes
+        assert at_start <= sum(sizes) * dtype.itemsize + 64 * len(sizes)
+    optimizer.close()

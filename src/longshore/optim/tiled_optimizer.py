@@ -383,8 +383,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         return self._core.store.local.speculation
 
     def host_bytes(self) -> dict[str, int]:
-        """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``,
-        ``accumulators``."""
+        """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``
+        (of windows with several backwards), ``spares`` (for steps ahead), and ``staging`` (through which gradients and
+        new parameters pass in the default mode)."""
         return self._core.store.local.host_bytes()
 
     def close(self) -> None:
