@@ -386,6 +386,20 @@ MUTANTS = [
         "        self._jobs.popleft()\n        failure = future.exception()\n",
         (WORKER,),
     ),
+    Mutant(
+        "threads wait in native code while Python shuts down",
+        "tiles/worker.py",
+        "    exiting.set()\n",
+        "",
+        ("tests/sharding/test_unfinished.py",),
+    ),
+    Mutant(
+        "the second engine meets where the first one did",
+        "engine/ranks.py",
+        'f"longshore/{times}"',
+        '"longshore"',
+        ("tests/engine/test_repeated.py",),
+    ),
     # -- memory.py ------------------------------------------------------------
     Mutant(
         "zeros are what the buffer had",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_RANK = """
+_BEGIN = """
 import os, sys, time, torch
 import torch.distributed as dist
 from longshore.sharding.agreement import Action
@@ -19,6 +19,9 @@ rank, delay_s = int(sys.argv[1]), float(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 thread = CollectiveThread(dist.new_group(), torch.device("cpu"), limit_bytes=1)
 thread.run(lambda: thread.meet(Action.STEP, 0, 0))
+"""
+
+_CLOSES = """
 if rank == 1:
     thread.begin(Action.STEP, 1, 0)
     thread.close()
@@ -27,10 +30,25 @@ else:
     os._exit(0)
 """
 
+_FAILS = """
+if rank == 1:
+    class Late:
+        def __del__(self):
+            time.sleep(0.3)  # Python shuts down
 
-@pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _RANK]
+    sys.late = Late()
+    thread.submit(lambda: thread.meet(Action.STEP, 1, 0))
+    time.sleep(0.02)
+    raise AssertionError
+else:
+    time.sleep(delay_s)
+    os._exit(0)
+"""
+
+
+def _ends(script: str, delay_s: float, tmp_path: Path) -> tuple[list[int], list[str]]:
+    """Return the exit codes of two ranks, and what they say."""
+    command = [sys.executable, "-c", script]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -39,4 +57,19 @@ def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     said = [each.communicate(timeout=60)[1].decode() for each in ranks]
-    assert [each.returncode for each in ranks] == [0, 0], said
+    return [each.returncode for each in ranks], said
+
+
+@pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
+    codes, said = _ends(_BEGIN + _CLOSES, delay_s, tmp_path)
+    assert codes == [0, 0], said
+
+
+@pytest.mark.parametrize(
+    "delay_s", [0.2, pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow)]
+)
+def test_a_script_that_fails_while_a_thread_waits_for_other_ranks(delay_s: float, tmp_path: Path) -> None:
+    codes, said = _ends(_BEGIN + _FAILS, delay_s, tmp_path)
+    assert codes == [0, 1], said
+    assert "terminate" not in said[1]

@@ -221,19 +221,33 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+_stores: dict[tuple[str, int, int], tuple[dist.Store, int]] = {}
+"""For each address, rank and world size the store by which ranks meet, and how often they met there."""
+
+
+def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return a store in which nothing is written yet.
+
+    The store itself stays until the process ends, since rank 0 could not open its port again while others still leave,
+    and torchrun's outlives all groups. In it torch writes to the same keys for every first group of a process, and a
+    rank that meets the others for the second time would read the addresses of the first.
+    """
+    key = address, rank, world_size
+    store, times = _stores.get(key) or (next(iter(dist.rendezvous(address, rank, world_size, timeout=timeout)))[0], 0)
+    store.set_timeout(timeout)
+    _stores[key] = store, times + 1
+    return dist.PrefixStore(f"longshore/{times}", store)
+
+
 def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     host = launch.master_addr or ""
     address = f"{f'[{host}]' if ':' in host else host}:{launch.master_port}"
     try:
-        dist.init_process_group(
-            backend,
-            # As env:// does, this uses torchrun's own store if there is one.
-            init_method=f"tcp://{address}",
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
+        # As env:// does, this uses torchrun's own store if there is one.
+        store = _store_at(f"tcp://{address}", launch.rank, launch.world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, OSError) as error:  # these include torch's DistError and timeouts
+        _stores.clear()  # how often the other ranks came is not known
         raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher} variables) did not meet the others at "
             f"{address} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "

@@ -18,7 +18,7 @@ from torch import Tensor
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action, explain_difference
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.unfinished import let_go
+from longshore.sharding.unfinished import let_go, wait_for, wait_on_stream
 from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class CollectiveThread:
         self.world_size: int = dist.get_world_size(group)
         self.group = group
         self.device = device
+        self._wait = wait_for if device.type == "cpu" else wait_on_stream
         self._peers = dist.get_process_group_ranks(group)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
@@ -230,7 +231,7 @@ class CollectiveThread:
             self._meeting = meeting
             try:
                 with self._communicating():
-                    meeting.work.wait()
+                    self._wait(meeting.work)
                 meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
                 rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
             finally:
@@ -285,7 +286,7 @@ class CollectiveThread:
         else:
             gathered, work = self._gather_rows(said)
             with self._communicating():
-                work.wait()
+                self._wait(work)
             found = gathered.cpu()
         return found.reshape(-1).view(row.dtype).view(self.world_size, *row.shape)
 
@@ -327,7 +328,7 @@ class CollectiveThread:
         parts = outgoing.memory.view(self.world_size, -1)
         received = self._buffer("received", parts.numel(), parts.device).view(parts.shape)
         with self._communicating():
-            dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group)
+            self._wait(dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group, async_op=True))
         return list(received)
 
     def gather(self, outgoing: Outgoing) -> list[Tensor]:

@@ -1,14 +1,43 @@
-"""Process groups that were closed while a collective of theirs was under way."""
+"""Collectives that may not end before the process does: waiting for them, and closing their groups."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from datetime import timedelta
 from typing import Any
 
+from longshore.tiles.worker import exiting
+
+_SLICE = timedelta(milliseconds=200)
+_POLL_S = 0.001
 _LEFT: list[tuple[Any, Any]] = []
 """Groups, with the tensors that they use, each with its last collective."""
 _LOCK = threading.Lock()
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective of gloo, for as long as the group's own timeout allows; raise its error.
+
+    A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
+    it comes back now and then, and once the process is about to end, it waits in Python.
+    """
+    while not (exiting.is_set() or work.is_completed()):
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break  # this raises its own error below
+    while not work.is_completed():
+        time.sleep(_POLL_S)
+    work.wait()
+
+
+def wait_on_stream(work: Any) -> None:
+    """Let the current stream of a device wait for a collective."""
+    work.wait()
 
 
 def let_go(group: tuple[Any, ...], latest: Any) -> None:

@@ -94,8 +94,8 @@ class ParameterStore(Protocol):
     ) -> Mapping[int, Tensor | None]:
         """Return the window's gradients, for the same parameters on all ranks, from those that this process ``found``.
 
-        If one rank passes the ``failure`` that it had while finding them, all ranks raise. ``reading``: no step follows,
-        so that parameters may be whole meanwhile.
+        If one rank passes the ``failure`` that it had while finding them, all ranks raise. ``reading``: no step
+        follows, so that parameters may be whole meanwhile.
         """
 
     @abstractmethod

@@ -5,9 +5,11 @@ Both run jobs in the order in which they were submitted, and keep the first fail
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -56,11 +58,14 @@ class JobThread:
     ``atexit`` functions may still train.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, waits_for_others: bool = False) -> None:
+        self.waits_for_others = waits_for_others
+        """Whether its jobs may wait for other processes, for as long as these take."""
         self.jobs = queue.SimpleQueue[tuple[Future[bool], Callable[[], None] | None]]()
         """Jobs with their futures; None: a worker leaves, and its future says whether the thread ends."""
         self.workers = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _threads.add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -78,6 +83,9 @@ class JobThread:
                 future.set_result(ends)
             del future, job  # what they refer to is freed before the next one comes
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def leave(self) -> None:
         """End the thread if no other worker has it."""
         future: Future[bool] = Future()
@@ -86,14 +94,42 @@ class JobThread:
             self._thread.join()
 
 
+exiting = threading.Event()
+"""Set when Python is about to shut down."""
+_threads = weakref.WeakSet[JobThread]()
+_LOOK_S, _WAITING_S, _STUCK_S = 0.05, 0.5, 5.0
+
+
+def _settle() -> None:
+    """Wait until no thread is in native code.
+
+    A thread that comes back from it while Python shuts down is ended where it asks for the interpreter's lock, inside a
+    C++ destructor, and the process with it (SIGABRT). Jobs are taken afterwards, too: other functions that ``atexit``
+    calls may train.
+    """
+    exiting.set()
+    began = time.monotonic()
+    futures: dict[Future[bool], JobThread] = {Future(): thread for thread in list(_threads)}
+    for future, thread in futures.items():
+        thread.jobs.put((future, lambda: None))
+    for future, thread in futures.items():
+        # A thread that waits for others waits in Python by then, and one that is stuck does not hold up the process.
+        until = began + (_WAITING_S if thread.waits_for_others else _STUCK_S)
+        while thread.is_alive() and not wait([future], _LOOK_S).done and time.monotonic() < until:
+            pass
+
+
+atexit.register(_settle)
+
 _shared: list[JobThread] = []
 """Threads of workers that share them: at most one for each CPU, however many optimizers there are."""
 _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    global _lock
+    global _lock, _threads
     _shared.clear()
+    _threads = weakref.WeakSet()
     _lock = threading.Lock()
 
 
@@ -107,7 +143,7 @@ def _thread_for(name: str, shares: bool) -> JobThread:
         if shares and len(_shared) >= most:
             thread = min(_shared, key=lambda each: each.workers)
         else:
-            thread = JobThread(name)
+            thread = JobThread(name, waits_for_others=not shares)
             if shares:
                 _shared.append(thread)
         thread.workers += 1
