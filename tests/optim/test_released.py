@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -535,6 +536,67 @@ def test_backward_on_another_thread() -> None:
     plain.step_on_grads()
     optimizer.step()
     assert same_weights(plain_model, model)
+
+
+def test_two_threads_in_one_parameter_at_once_are_told() -> None:
+    """As in Hogwild by threads: a part of their sum would be lost, without a word."""
+    parameter, other = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+    others_turn, waits = threading.Event(), True
+
+    def wait(_: torch.Tensor) -> None:  # autograd has accumulated, and longshore's hook comes next
+        if waits and threading.current_thread() is not second:
+            second.start()
+            others_turn.wait(10)
+            time.sleep(0.2)  # the other thread goes on to longshore's first hook, and waits for autograd's lock
+
+    parameter.register_post_accumulate_grad_hook(wait)
+    parameter.register_hook(lambda gradient: others_turn.set() if threading.current_thread() is second else None)
+    optimizer = longshore.SGD([("weight", parameter), ("other", other)], lr=1.0, release_gradients=True)
+
+    def backward() -> None:
+        with contextlib.suppress(longshore.LongshoreError):  # it may find the placeholder of the first thread
+            (parameter * 2).sum().backward()
+
+    second = threading.Thread(target=backward)
+    (parameter + other).sum().backward()
+    second.join()
+    with pytest.raises(longshore.GradientError, match="two threads accumulate the gradient of parameter weight at the"):
+        optimizer.step()
+    assert not parameter.any() and not other.any()
+    optimizer.zero_grad()
+    waits = False
+    for _ in range(2):  # one after the other they add up, also where one backward of the window failed
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    (parameter * 3).sum().backward()
+    optimizer.step()
+    assert parameter.eq(-7).all()
+
+
+def test_threads_at_random_are_right_or_told() -> None:
+    for _ in range(30):
+        parameters = [nn.Parameter(torch.zeros(3000)) for _ in range(6)]
+        optimizer = longshore.SGD(parameters, lr=1.0, release_gradients=True, offload=longshore.Offload(1000))
+        start = threading.Barrier(3)
+
+        def backward(factor: int, parameters: Any = parameters, start: Any = start) -> None:
+            start.wait()
+            with contextlib.suppress(Exception):  # torch's, too: it may find a placeholder where it adds
+                sum((each * factor).sum() for each in parameters).backward()  # pyright: ignore
+
+        threads = [threading.Thread(target=backward, args=(factor,)) for factor in (1, 2, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        try:
+            optimizer.step()
+        except longshore.GradientError:
+            assert not any(each.any() for each in parameters)
+        else:
+            assert all(each.eq(-7).all() for each in parameters)
+        optimizer.close()
 
 
 def test_hooks_go_with_the_optimizer() -> None:

@@ -12,9 +12,10 @@ host's gradient still counts: it does while ``.grad`` is the placeholder. None m
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -24,12 +25,14 @@ from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
 from longshore.optim.released import (
     ReleaseHooks,
+    concurrent,
     foreign,
     in_compiled_autograd,
     is_converted,
     is_released,
     new_placeholder,
     refuse_compiled_autograd,
+    remove_all,
 )
 from longshore.optim.shards import check_not_wrapped, flat, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
@@ -167,13 +170,13 @@ class ReleasedGradients(GradientSource):
         # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
         self._lifted: set[int] = set()
-        self._entered: set[int] = set()
-        """Parameters that autograd is accumulating into, according to the hooks of their nodes."""
+        self._entered: dict[int, int] = {}
+        """Threads that accumulate into parameters, according to the hooks of the parameters' nodes."""
         self._lost: dict[int, Tensor] = {}
         """Placeholders that were discarded while their parameters were out of the groups. They stay in ``.grad``."""
         self._taken: Set[int] | None = None
         """Parameters whose gradients are taken in this window: those in the groups at its first gradient."""
-        self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks)
+        self._finalizer = weakref.finalize(self, remove_all, self._hooks)
         self._finalizer.atexit = False
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
@@ -228,7 +231,9 @@ class ReleasedGradients(GradientSource):
                 record.parameter.grad = None
                 self._lifted.add(index)
             return
-        self._entered.add(index)
+        thread = threading.get_ident()
+        if self._entered.setdefault(index, thread) != thread:
+            raise concurrent(record)
         on_host, gradient = self._resolve(record)
         if gradient is not None and not is_released(gradient):
             self.added_to[index] = weakref.ref(gradient)
@@ -243,6 +248,12 @@ class ReleasedGradients(GradientSource):
             raise foreign(record)
 
     def _after(self, index: int) -> None:
+        try:
+            self._take(index)
+        finally:
+            self._entered.pop(index, None)
+
+    def _take(self, index: int) -> None:
         record = self.records[index]
         if not self._takes(index):
             if index in self._lifted:
@@ -265,9 +276,7 @@ class ReleasedGradients(GradientSource):
         record.check()
         if record.keeps_shard and gradient is not placeholder:
             self._resolve(record)  # FSDP2 wrote .grad without calling the first hook, which drops what was discarded
-        if index in self._entered:
-            self._entered.discard(index)
-        else:
+        if index not in self._entered:
             self._hooks[index].follow()  # the node that was hooked is no longer the parameter's
         if leaf is record.parameter and is_sum_over_ranks(gradient) and self.store.arrivals(index) == 0:
             return  # torch adds the addends of several backwards on each rank, and reduces once: collect() does too
@@ -362,11 +371,6 @@ class ReleasedGradients(GradientSource):
 
     def remove_hooks(self) -> None:
         self._finalizer()
-
-
-def _remove_hooks(hooks: Mapping[int, ReleaseHooks]) -> None:
-    for hook in hooks.values():
-        hook.remove()
 
 
 @_disable_dynamo  # a backward inside a compiled function calls hooks while Dynamo looks at every call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,12 @@ class ReleaseHooks:
         self._after_handle.remove()
         if self._before_handle is not None:
             self._before_handle.remove()
+
+
+def remove_all(hooks: Mapping[int, ReleaseHooks]) -> None:
+    """Remove the hooks of all parameters."""
+    for hook in hooks.values():
+        hook.remove()
 
 
 # These operations read no values, and torch calls them before operations that raise the error below.
@@ -201,4 +207,13 @@ def foreign(record: ParameterRecord) -> GradientError:
         "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
         "optimizers, and it is lost with close() and where its parameter is out of its group at zero_grad() "
         "(zero_grad() discards this window, and training can go on)"
+    )
+
+
+def concurrent(record: ParameterRecord) -> GradientError:
+    """Return the error for a parameter into which two threads accumulate at the same time."""
+    return GradientError(
+        f"two threads accumulate the gradient of parameter {record.name} at the same time, and with "
+        "release_gradients=True a part of it would be lost; run one backward after the other, or use "
+        "release_gradients=False"
     )
