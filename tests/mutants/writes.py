@@ -96,6 +96,16 @@ MUTANTS = [
     ),
     # -- released.py -----------------------------------------------------------
     Mutant(
+        "two threads in one parameter are not noticed",
+        "optim/gradients.py",
+        "        if self._entered.setdefault(index, thread) != thread:\n",
+        "        if self._entered.setdefault(index, thread) is None:\n",
+        (
+            "tests/optim/test_released.py::test_two_threads_in_one_parameter_at_once_are_told",
+            "tests/optim/test_released.py::test_threads_at_random_are_right_or_told",
+        ),
+    ),
+    Mutant(
         "a gradient that torch would have rounded counts",
         "optim/gradients.py",
         " and not is_converted(gradient)\n",
