@@ -11,7 +11,7 @@ from support import PlainLoop, whole
 from torch import Tensor, nn
 
 import longshore
-from engine.failure_cases import backward, check_trains_on, make_engine, raised_by
+from engine.failure_cases import backward, check_trains_on, explode, make_engine, raised_by
 
 
 def called_on_one_rank(stage: int, what: str, before: str) -> str:
@@ -95,5 +95,25 @@ def discarded_by_the_model(stage: int, raw: bool) -> str:
         plain.step([(one + other) * 0.5 for one, other in zip(*gradients, strict=True)])
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(whole(ours), theirs)
+    engine.optimizer.close()
+    return said
+
+
+def discarded_together(stage: int, failing: int, backwards: int, rounds: int) -> list[str]:
+    """Rank 0 fails in backward number ``failing`` of a window of two, rank 1 does ``backwards`` of them; both learn of
+    it and discard the window. In a second round both fail. Then they train."""
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    said = []
+    for number in range(rounds):
+        fails = rank == 0 or number == 1
+        for _ in range(failing if fails else backwards):
+            backward(engine, 0, rank)
+        if fails:
+            said.append(raised_by(lambda: explode(engine, 0, rank)).partition(":")[0])
+        dist.barrier()  # as a script that asks all ranks whether one failed
+        engine.zero_grad()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(3))
     engine.optimizer.close()
     return said

@@ -47,3 +47,14 @@ def test_a_model_discards_what_one_rank_alone_had(stage: int, raw: bool, two_ran
     else:
         assert first.startswith("GradientError: a gradient was taken out of .grad (set to None or replaced) after")
         assert second.startswith("GradientError: rank 0 failed in this window")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("failing, backwards, rounds", [(0, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2), (1, 2, 2)])
+def test_a_failed_window_that_all_ranks_discard(
+    stage: int, failing: int, backwards: int, rounds: int, two_ranks: Ranks
+) -> None:
+    """The rank on which nothing failed is told of it later, when it has discarded the window itself."""
+    first, second = two_ranks(cases.discarded_together, stage, failing, backwards, rounds)
+    assert first == ["RuntimeError"] * rounds
+    assert second == ["RuntimeError"] * (rounds - 1)

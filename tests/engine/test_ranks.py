@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from longshore.engine.ranks import Ranks, RendezvousError, join
 
@@ -152,7 +153,7 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
-    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: dist.HashStore())
+    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
     environ = {**environments_of(1, [1, 1, 1])[0], "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
     for count, expected in ((4, 3), (1, 0)):  # with one device in sight, a scheduler hid the others
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)

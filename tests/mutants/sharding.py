@@ -5,6 +5,20 @@ from __future__ import annotations
 from mutants.mutant import CLOSING, COLLECTIVES, FAILURES, PENDING, REDUCTION, ROUNDS, TABLE, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
+    Mutant(
+        "a rank that discarded the same window is left behind",
+        "sharding/collective_thread.py",
+        "if action is not Action.TELL and 0 < behind <= self.discarded:",
+        "if False:",
+        ("tests/engine/test_one_sided.py",),
+    ),
+    Mutant(
+        "a rank that is told as it discards does not count",
+        "sharding/store.py",
+        "                window.number = max(window.number, collectives.given_up)\n",
+        "                pass\n",
+        ("tests/engine/test_one_sided.py",),
+    ),
     # -- reduction.py ---------------------------------------------------------
     Mutant("the flags are not read", "sharding/reduction.py", "                if flag\n", "", (COLLECTIVES,)),
     Mutant(

@@ -15,10 +15,11 @@ from longshore.errors import RankError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Action, Statement, agree_on
-from longshore.sharding.collective_thread import CollectiveThread, timeout_of, twin_of
+from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import plan_buckets
 from longshore.sharding.ownership import Ownership, Replicated
 from longshore.sharding.reduction import reduce_shard
+from longshore.sharding.twin_groups import timeout_of, twin_of
 from sharding.gathering_cases import sharing
 
 CPU = torch.device("cpu")

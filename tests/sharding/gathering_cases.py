@@ -16,8 +16,9 @@ from longshore.errors import GradientError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import shared_memory as module
 from longshore.sharding.agreement import WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread, twin_of
+from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+from longshore.sharding.twin_groups import twin_of
 
 CPU = torch.device("cpu")
 

@@ -67,7 +67,7 @@ def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "delay_s", [0.2, pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow)]
+    "delay_s", [0.7, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(0.3, marks=pytest.mark.slow)]
 )
 def test_a_script_that_fails_while_a_thread_waits_for_other_ranks(delay_s: float, tmp_path: Path) -> None:
     codes, said = _ends(_BEGIN + _FAILS, delay_s, tmp_path)

@@ -28,7 +28,7 @@ from longshore.engine.window import Window
 from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
-from longshore.sharding.collective_thread import twin_of
+from longshore.sharding.twin_groups import twin_of
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 

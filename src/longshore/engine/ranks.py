@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
@@ -221,11 +223,11 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-_stores: dict[tuple[str, int, int], tuple[dist.Store, int]] = {}
+_stores: dict[tuple[str, int, int], tuple[Store, int]] = {}
 """For each address, rank and world size the store by which ranks meet, and how often they met there."""
 
 
-def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a store in which nothing is written yet.
 
     The store itself stays until the process ends, since rank 0 could not open its port again while others still leave,
@@ -233,10 +235,10 @@ def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> d
     rank that meets the others for the second time would read the addresses of the first.
     """
     key = address, rank, world_size
-    store, times = _stores.get(key) or (next(iter(dist.rendezvous(address, rank, world_size, timeout=timeout)))[0], 0)
+    store, times = _stores.get(key) or (next(iter(rendezvous(address, rank, world_size, timeout=timeout)))[0], 0)
     store.set_timeout(timeout)
     _stores[key] = store, times + 1
-    return dist.PrefixStore(f"longshore/{times}", store)
+    return PrefixStore(f"longshore/{times}", store)
 
 
 def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -79,6 +78,7 @@ class CollectiveThread:
         differed: whether the ranks met for different things, so that all of them give up their windows.
         given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
             that.
+        discarded: how many windows this rank discarded without a failure since all ranks met for the same.
         notes: the note that each rank added in the last meeting, by rank.
     """
 
@@ -100,6 +100,9 @@ class CollectiveThread:
         self.gives_up = False
         self.differed = False
         self.given_up = 0
+        self.discarded = 0
+        self._ahead = 0
+        """How many windows this rank discarded and did not count: others gave them up, and it learned that later."""
         self._left = False
         """Whether the last meeting that another rank left ended this rank's window, too."""
         # These change with each meeting. The first is also read by the thread that waits for a job.
@@ -206,6 +209,7 @@ class CollectiveThread:
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
         """Come to a meeting without waiting, which :meth:`finish` does; one meeting at a time. See :meth:`meet`."""
+        window += 0 if action is Action.TELL else self._ahead
         row = [action, number, window, False, *note, *[0] * (_NOTE_NUMEL - len(note))]
         at = "" if action is Action.TELL else f" (window {window})"
         meeting = _Meeting(row, self._words(row) + at)
@@ -242,8 +246,17 @@ class CollectiveThread:
             left = [rank for rank, other in enumerate(doing) if other is Action.LEAVE]
             gave_up = left or [rank for rank, row in enumerate(rows) if row[3]]
             if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):
-                self._last_action = action if action is not Action.TELL else self._last_action
+                if action is not Action.TELL:
+                    self._last_action, self.discarded = action, 0
                 return True
+            behind = max((rows[rank][2] for rank in gave_up), default=0) - meeting.row[2]
+            if action is not Action.TELL and 0 < behind <= self.discarded:
+                # This rank discarded the same windows; where a script does that on all ranks, nobody is left behind.
+                self.discarded -= behind
+                self._ahead += behind
+                meeting.row[2] += behind
+                self._come(meeting)
+                continue
             if not gave_up:
                 closing = [other is Action.CLOSE for other in doing]
                 if not any(closing) or all(closing):
@@ -254,7 +267,7 @@ class CollectiveThread:
                     return False
             elif left or not meeting.row[3]:
                 self._left = bool(left)
-                self.given_up = max(rows[rank][2] for rank in gave_up)
+                self.given_up = max(rows[rank][2] for rank in gave_up) - self._ahead
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
@@ -367,33 +380,3 @@ def _essence(failure: Exception) -> str:
     """Return the first sentence of a message, without the line of C++ that it comes from."""
     first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
-
-
-def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
-    """Make a process group of the same ranks for one thread alone; all of them have to call this function.
-
-    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
-    a second engine, run while the thread's are under way: in one group they would be confused with each other.
-
-    Args:
-        group: the group whose ranks and timeout are taken; None: the default group, of all ranks.
-        device: device of the tensors.
-        backend: a backend other than the group's.
-        ranks: only these of the group's ranks, in this order.
-    """
-    group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
-    part = len(ranks) < dist.get_world_size()  # if so, the other ranks need not call
-    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
-
-
-def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return how long collectives of ``group`` wait; None if torch does not say, and its default applies.
-
-    torch (2.8 to 2.13) has a public way to set the timeout, and none to read it. A new group does not inherit it.
-    """
-    try:
-        found = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return found if isinstance(found, timedelta) and found > timedelta(0) else None

@@ -26,11 +26,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from longshore.errors import GradientError, LongshoreError
 from longshore.layout import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread, twin_of
+from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.fsdp import FullyShardedModel
 from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.twin_groups import twin_of
 
 _LOOK_S = 1.0
 """Seconds between a rank's checks of whether it waits for others."""

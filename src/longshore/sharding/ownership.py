@@ -183,6 +183,10 @@ class Ownership:
         self.window.give_up()
         self.collectives.gives_up = True
 
+    def discarded(self) -> None:
+        """Note that this rank discarded a window that had not failed here; it may have on others."""
+        self.collectives.discarded += 1
+
     def before_publishing(self) -> None:
         """Prepare for a change of the parameters on the device."""
 

@@ -17,10 +17,11 @@ from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
-from longshore.sharding.collective_thread import CollectiveThread, twin_of
+from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
+from longshore.sharding.twin_groups import twin_of
 from longshore.tiles import (
     Forecast,
     OwnedRange,
@@ -177,10 +178,11 @@ class ShardedStore(ParameterStore):
         if parameter is not None:
             self._gradients.forget(parameter)
             return
+        told = False
         try:
             self.collectives.drain()  # a round that is still to take place belongs to this window, not to the next
         except GradientError:
-            pass  # another rank gave up the same window
+            told = True  # another rank gave up the same window
         finally:
             # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
             window, collectives = self.window, self.collectives
@@ -188,6 +190,10 @@ class ShardedStore(ParameterStore):
             collectives.differed = False
             if lost and not window.given_up:
                 self.ownership.give_up()
+            elif not lost and told:
+                window.number = max(window.number, collectives.given_up)
+            elif not lost and (window.backwards or window.arrivals):
+                self.ownership.discarded()
             self.window.told = False  # failures from now on belong to another window
             self.local.discard()
             self._gradients.begin()

@@ -1,0 +1,39 @@
+"""Process groups of the same ranks as another one, for one thread alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    """Make a process group of the same ranks for one thread alone; all of them have to call this function.
+
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
+    a second engine, run while the thread's are under way: in one group they would be confused with each other.
+
+    Args:
+        group: the group whose ranks and timeout are taken; None: the default group, of all ranks.
+        device: device of the tensors.
+        backend: a backend other than the group's.
+        ranks: only these of the group's ranks, in this order.
+    """
+    group = dist.group.WORLD if group is None else group
+    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
+    part = len(ranks) < dist.get_world_size()  # if so, the other ranks need not call
+    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """Return how long collectives of ``group`` wait; None if torch does not say, and its default applies.
+
+    torch (2.8 to 2.13) has a public way to set the timeout, and none to read it. A new group does not inherit it.
+    """
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) and found > timedelta(0) else None
