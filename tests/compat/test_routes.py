@@ -114,8 +114,9 @@ ROWS = {
     "2-stage3": Row(2, 3),
     "2-stage3-accumulation": Row(2, 3, ACCUMULATION, within=1e-6),
     "1-stage2-clipping": Row(1, 2, CLIPPING, within=1e-6),
-    "1-stage2-evaluation": Row(1, 2, EVALUATION),
     "1-stage2-optimizer-in-file": Row(1, 2, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
+    "1-stage2-evaluation": Row(1, 2, EVALUATION),
+    "2-stage3-evaluation": Row(2, 3, EVALUATION),
     "1-stage2-lora": Row(1, 2, ["--lora", "1"]),
     "2-stage3-lora": Row(2, 3, ["--lora", "1"]),
 }
@@ -138,6 +139,22 @@ def test_the_trainer_equals_the_plain_trainer(row: Row, tmp_path: Path, request:
     run_deepspeed(*command, str(tmp_path / "ours"), "--deepspeed", str(file), ranks=row.ranks)
     end(plain)
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"), row.within)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks, stage", [(1, 2), (2, 3)])
+def test_the_trainer_manages_accumulation_itself(ranks: int, stage: int, tmp_path: Path, model: str) -> None:
+    """DeepSpeed refuses Accelerate's call with such a file, too: Accelerate declares each boundary."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(Row(ranks, stage, file={"managed_gradient_accumulation": False}).content()))
+    command = ["--model", model, "--deepspeed", str(file), "--output_dir", str(tmp_path / "out")]
+    process = start(
+        "-m", "longshore", "run-deepspeed", str(SCRIPTS / "trainer.py"), *TRAINER, *command, *ACCUMULATION, ranks=ranks
+    )
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode != 0
+    assert "with managed_gradient_accumulation false, every step() applies, and no boundary can be declared" in said
+    assert "set it to true (Accelerate and transformers' Trainer make this call)" in said, said
 
 
 @pytest.mark.full

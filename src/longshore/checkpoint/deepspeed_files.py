@@ -81,6 +81,28 @@ def is_deepspeed(source: Path, tag: str | None) -> bool:
     return not is_checkpoint(folder) and any(map(_MODEL.fullmatch, names))
 
 
+def check_not_deepspeeds(root: Path, tag: str | None) -> None:
+    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh.
+
+    Args:
+        root: the folder of checkpoints; or that of one checkpoint, as somebody may give it.
+        tag: the checkpoint's tag; None: the one that ``latest`` names.
+    """
+    try:
+        itself = tag is None and is_deepspeed(root.parent, root.name)
+    except ValueError:
+        itself = False
+    if itself:
+        root, tag = root.parent, root.name
+    if is_deepspeed(root, tag):
+        tagged = "" if tag is None else f" --tag {tag}"
+        raise CheckpointError(
+            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
+            f"FOLDER{tagged}`, copy to FOLDER what transformers or Accelerate saved beside it (not the folder that was "
+            "converted), and load FOLDER"
+        )
+
+
 def read_files(source: Path, tag: str | None) -> SavedFiles:
     """Read a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
 from longshore.checkpoint.files import checked_entry
 from longshore.checkpoint.folder import check_keep_last, check_tag
 from longshore.checkpoint.rank_group import RankGroup
@@ -146,6 +147,7 @@ def load(
     ours = _checked(optimizer)
     with _group_of(model, Path(load_dir).absolute()) as group:
         group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
+        group.first(lambda: check_not_deepspeeds(Path(load_dir).absolute(), tag))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
             raise NoCheckpointError(load_dir)

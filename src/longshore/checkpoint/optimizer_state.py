@@ -151,7 +151,7 @@ class OptimizerState:
             about: the saved optimizer, as :func:`checked_about` returns it.
             among: the parameters to load, by name, with their names in the checkpoint.
         """
-        if about["kind"] != self.kind:
+        if about["kind"] != self.kind and not self._is_adamw(about):
             return [f"the checkpoint was saved from {about['kind']}, and this optimizer is {self.kind}"]
         known = {*self._family.states, MASTER}
         found = [
@@ -179,6 +179,12 @@ class OptimizerState:
                     "options differ from each other in the checkpoint"
                 )
         return found
+
+    def _is_adamw(self, about: Mapping[str, Any]) -> bool:
+        """Return whether both are AdamW, which one of them calls Adam with a decoupled weight decay in every group."""
+        options = [*(group["options"] for group in about["groups"]), *self.optimizer.param_groups]
+        decoupled = all(each.get("decoupled_weight_decay") is True for each in options)
+        return decoupled and {about["kind"], self.kind} == {"Adam", "AdamW"}
 
     def _names(self, group: Mapping[str, Any]) -> list[str]:
         names = {id(record.parameter): name for name, record in self.records.items()}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from longshore.checkpoint.deepspeed_files import is_deepspeed
+from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
 from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
 from longshore.checkpoint.rank_group import RankGroup
@@ -222,7 +222,7 @@ class Checkpoints:
         # If a step failed half way, perhaps on this rank alone, its window is lost in any case.
         gone = engine.optimizer._core.store.broken is not None and not module_only
         group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
-        group.first(lambda: _check_ours(root, tag))
+        group.first(lambda: check_not_deepspeeds(root, tag))
         whole = find(root, tag, group)
         if whole is None:
             raise NoCheckpointError(root)
@@ -353,15 +353,6 @@ class Checkpoints:
             if self._group is not None and not self._background.busy:
                 self._group.close()
                 self._group = None
-
-
-def _check_ours(root: Path, tag: str | None) -> None:
-    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh."""
-    if is_deepspeed(root, tag):
-        raise CheckpointError(
-            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
-            "FOLDER`, and load that folder"
-        )
 
 
 def _state_of(holder: Any) -> dict[str, Any] | None:

@@ -147,7 +147,7 @@ class Window:
         if not self.managed:
             raise LongshoreError(
                 "with managed_gradient_accumulation false, every step() applies, and no boundary can be declared; "
-                "leave the call out, or set it to true"
+                "leave the call out, or set it to true (Accelerate and transformers' Trainer make this call)"
             )
         self.boundary = is_boundary
 

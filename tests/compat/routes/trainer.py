@@ -1,8 +1,12 @@
-"""Training with transformers' Trainer, whose own argument is ``--deepspeed FILE``; without it the Trainer is plain."""
+"""Training with transformers' Trainer, whose own argument is ``--deepspeed FILE``; without it the Trainer is plain.
+
+At the end each rank prints the losses of all its forwards. Float32 masters are saved as ``masters.pt``.
+"""
 
 from dataclasses import dataclass, field
 
 import torch
+from masters import MasterArguments, save_masters, train_by_hand
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
 
@@ -26,7 +30,8 @@ class Tokens(Dataset):
 
 
 def main() -> None:
-    chosen, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((ModelArguments, TrainingArguments, MasterArguments))
+    chosen, args, by_hand = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     if chosen.model:
         model = AutoModelForCausalLM.from_pretrained(chosen.model)
@@ -44,11 +49,17 @@ def main() -> None:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    losses: list[float] = []
+    model.register_forward_hook(lambda *called: losses.append(float(called[-1].loss)))
     trainer = Trainer(model, args, train_dataset=Tokens(32, 0), eval_dataset=Tokens(8, 1))
+    if by_hand.by_hand:
+        train_by_hand(trainer, by_hand)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    save_masters(trainer, by_hand)
     trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
+    print(f"\nlosses of rank {args.process_index}: {losses}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from masters import MasterArguments, save_masters, train_by_hand
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -72,15 +73,24 @@ def main() -> None:
         "dpo": (DPOConfig, DPOTrainer),
         "grpo": (GRPOConfig, GRPOTrainer),
     }[kind]
-    (args,) = HfArgumentParser(configuration).parse_args_into_dataclasses(sys.argv[3:])
+    parser = HfArgumentParser((configuration, MasterArguments))
+    args, by_hand, rest = parser.parse_args_into_dataclasses(sys.argv[3:], return_remaining_strings=True)
     rows = {
         "sft": {"text": sentences(0)},
         "dpo": {"prompt": sentences(1), "chosen": sentences(2), "rejected": sentences(3)},
         "grpo": {"prompt": sentences(4)},
     }[kind]
     more: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {}
+    assert rest in ([], ["--lora"])
+    if rest:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     trainer = trainer_of(model=model, args=args, train_dataset=Dataset.from_dict(rows), **more)
+    if by_hand.by_hand:
+        train_by_hand(trainer, by_hand)
     trainer.train()
+    save_masters(trainer, by_hand)
     trainer.save_model()
 
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from longshore.checkpoint.folder import WholeCheckpoint
+from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
+from longshore.checkpoint.folder import WholeCheckpoint, is_checkpoint, read_latest
 from longshore.engine import Config, Engine, initialize
 from longshore.engine.schedules import make_schedule
 from longshore.errors import CheckpointError
@@ -233,15 +234,16 @@ class TrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # The engine's checkpoint includes the weights. A plain Trainer's checkpoint has none of the engine's.
-        if not _has_engine_part(resume_from_checkpoint):
+        if _engine_part(resume_from_checkpoint) is None:
+            check_not_deepspeeds(Path(resume_from_checkpoint).absolute(), None)
             self._base()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         engine, folder = self._running(), Path(checkpoint)
-        if _has_engine_part(checkpoint):
-            engine.load_checkpoint(folder, _TAG)
+        if (tag := _engine_part(checkpoint)) is not None:
+            engine.load_checkpoint(folder, tag)
         elif (folder / _OPTIMIZER).is_file():
             engine.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         else:
@@ -257,8 +259,9 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is not None and _has_engine_part(best):
-            self._running().load_checkpoint(best, _TAG, load_module_only=True)
+        tag = None if best is None else _engine_part(best)
+        if tag is not None:
+            self._running().load_checkpoint(best, tag, load_module_only=True)
         else:
             self._base()._load_best_model()
 
@@ -298,8 +301,14 @@ _INSTEAD = {
 """Arguments that would have another library shard or cast the model, and what to do instead."""
 
 
-def _has_engine_part(checkpoint: str) -> bool:
-    return (Path(checkpoint) / _TAG).is_dir()
+def _engine_part(checkpoint: str) -> str | None:
+    """Return the tag of the engine's checkpoint inside a Trainer's: this Trainer's own, or one imported from DeepSpeed;
+    None: there is none."""
+    folder = Path(checkpoint)
+    if (folder / _TAG).is_dir():
+        return _TAG
+    latest = read_latest(folder)
+    return latest if latest is not None and is_checkpoint(folder / latest) else None
 
 
 def _newest_complete(output_dir: Path) -> str:
@@ -313,8 +322,8 @@ def _newest_complete(output_dir: Path) -> str:
     for _, path in reversed(numbered):
         try:
             json.loads((path / _STATE).read_text())
-            if _has_engine_part(str(path)):
-                WholeCheckpoint(path / _TAG)
+            if (tag := _engine_part(str(path))) is not None:
+                WholeCheckpoint(path / tag)
             return str(path)
         except (OSError, ValueError, CheckpointError) as error:
             _log.warning("%s is skipped: it is incomplete (%s)", path, error)
