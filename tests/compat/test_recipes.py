@@ -16,19 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compat.test_routes import AUTO, SCRIPTS, assert_same
+from compat.test_routes import AUTO, SCRIPTS, assert_same, weights
 
 TOOLS = Path(os.environ.get("LONGSHORE_TOOLS", sys.prefix)) / "bin"
 
-# LLaMA-Factory's example of LoRA with supervised fine-tuning, for a tiny model on the CPU.
+# LLaMA-Factory's examples of supervised fine-tuning and DPO, for a tiny model on the CPU.
 LLAMA_FACTORY = """\
 model_name_or_path: {folder}/model
-stage: sft
 do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-dataset: tiny
 dataset_dir: {folder}/data
 template: alpaca
 cutoff_len: 64
@@ -47,14 +42,22 @@ lr_scheduler_type: cosine
 warmup_ratio: 0.1
 use_cpu: true
 """
+LORA = "finetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+FULL = "finetuning_type: full\n"
+SFT = "stage: sft\ndataset: tiny\n"
+DPO = "stage: dpo\ndataset: pairs\npref_beta: 0.1\npref_loss: sigmoid\n"
 SWIFT = (
-    "sft --model {folder}/model --model_type llama --template dummy --dataset {folder}/data/tiny.jsonl "
-    "--tuner_type lora --lora_rank 8 --target_modules all-linear --torch_dtype float32 --fp16 false --bf16 false "
+    "--model {folder}/model --model_type llama --template dummy "
+    "--torch_dtype float32 --fp16 false --bf16 false "
     "--max_steps 3 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --learning_rate 1e-3 "
     "--max_grad_norm 0 --save_strategy steps --save_steps 3 --max_length 64 --add_version false --use_cpu true "
     "--report_to none --use_hf true --split_dataset_ratio 0 --gradient_checkpointing false --dataset_num_proc 1 "
     "--dataloader_num_workers 0 --output_dir {folder}/{name}"
 )
+SWIFT_SFT = "sft --dataset {folder}/data/tiny.jsonl "
+SWIFT_DPO = "rlhf --rlhf_type dpo --dataset {folder}/data/pairs.jsonl "
+SWIFT_LORA = "--tuner_type lora --lora_rank 8 --target_modules all-linear "
+SWIFT_FULL = "--tuner_type full "
 
 
 def run(*command: str, **environ: str) -> None:
@@ -65,10 +68,12 @@ def run(*command: str, **environ: str) -> None:
 
 
 def compare(tmp_path: Path, at: str) -> None:
-    ours, plain = (load_file(tmp_path / name / at / "adapter_model.safetensors") for name in ("ours", "plain"))
+    ours, plain = (weights(tmp_path / name / at) for name in ("ours", "plain"))
     assert_same(ours, plain)
     # The second matrix of an adapter starts as zeros.
-    assert all(bool(torch.count_nonzero(tensor)) for tensor in ours.values())
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in ours.items():
+        assert bool(torch.count_nonzero(tensor)) and not (name in before and torch.equal(tensor, before[name])), name
 
 
 @pytest.fixture
@@ -81,14 +86,22 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.skipif(not (TOOLS / "llamafactory-cli").exists(), reason="needs pip install llamafactory")
-@pytest.mark.parametrize("ranks, stage", [(1, 2), (2, 3)])
-def test_llama_factory(ranks: int, stage: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks, stage, kind",
+    [
+        pytest.param(1, 2, SFT + LORA, id="1-stage2-lora"),
+        pytest.param(2, 3, SFT + LORA, id="2-stage3-lora"),
+        pytest.param(1, 2, SFT + FULL, id="1-stage2-full"),
+        pytest.param(2, 3, SFT + FULL, id="2-stage3-full"),
+        pytest.param(1, 2, DPO + FULL, id="1-stage2-dpo-full"),
+        pytest.param(2, 3, DPO + LORA, id="2-stage3-dpo-lora"),
+    ],
+)
+def test_llama_factory(ranks: int, stage: int, kind: str, folder: Path) -> None:
     (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": stage}}))
-    recipe = LLAMA_FACTORY.format(folder=folder, name="plain")
-    (folder / "plain.yaml").write_text(recipe)
-    (folder / "ours.yaml").write_text(
-        LLAMA_FACTORY.format(folder=folder, name="ours") + f"deepspeed: {folder}/ds.json\n"
-    )
+    recipe = LLAMA_FACTORY + kind
+    (folder / "plain.yaml").write_text(recipe.format(folder=folder, name="plain"))
+    (folder / "ours.yaml").write_text(recipe.format(folder=folder, name="ours") + f"deepspeed: {folder}/ds.json\n")
     # LLaMA-Factory starts its ranks with torchrun if told to.
     environ = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
     run("llamafactory-cli", "train", str(folder / "plain.yaml"), **environ)
@@ -99,11 +112,22 @@ def test_llama_factory(ranks: int, stage: int, folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not (TOOLS / "swift").exists(), reason="needs pip install ms-swift")
-@pytest.mark.parametrize("ranks, file", [(1, "zero2_offload"), (2, "zero3")])
-def test_ms_swift(ranks: int, file: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks, file, kind",
+    [
+        pytest.param(1, "zero2_offload", SWIFT_SFT + SWIFT_LORA, id="1-stage2-lora"),
+        pytest.param(2, "zero3", SWIFT_SFT + SWIFT_LORA, id="2-stage3-lora"),
+        pytest.param(1, "zero2_offload", SWIFT_SFT + SWIFT_FULL, id="1-stage2-full"),
+        pytest.param(2, "zero3", SWIFT_SFT + SWIFT_FULL, id="2-stage3-full"),
+        pytest.param(1, "zero2_offload", SWIFT_DPO + SWIFT_FULL, id="1-stage2-dpo-full"),
+        pytest.param(2, "zero3", SWIFT_DPO + SWIFT_LORA, id="2-stage3-dpo-lora"),
+    ],
+)
+def test_ms_swift(ranks: int, file: str, kind: str, folder: Path) -> None:
     # ms-swift starts its ranks with torchrun if NPROC_PER_NODE is set. The files are its own.
     environ = {"NPROC_PER_NODE": str(ranks)}
-    run("swift", *SWIFT.format(folder=folder, name="plain").split(), **environ)
+    recipe = kind + SWIFT
+    run("swift", *recipe.format(folder=folder, name="plain").split(), **environ)
     ours = [str(TOOLS / "python"), "-m", "longshore", "run-deepspeed"]
-    run(*ours, "swift", *SWIFT.format(folder=folder, name="ours").split(), "--deepspeed", file, **environ)
+    run(*ours, "swift", *recipe.format(folder=folder, name="ours").split(), "--deepspeed", file, **environ)
     compare(folder, "checkpoint-3")

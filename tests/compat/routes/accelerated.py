@@ -96,7 +96,7 @@ def epoch() -> None:
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = torch.nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets)
-            losses.append(float(loss))
+            losses.append(loss.item())
             accelerator.backward(loss)
             if accelerator.sync_gradients and args.clip:
                 accelerator.clip_grad_norm_(model.parameters(), args.clip)

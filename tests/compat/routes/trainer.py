@@ -50,7 +50,7 @@ def main() -> None:
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     losses: list[float] = []
-    model.register_forward_hook(lambda *called: losses.append(float(called[-1].loss)))
+    model.register_forward_hook(lambda *called: losses.append(called[-1].loss.item()))
     trainer = Trainer(model, args, train_dataset=Tokens(32, 0), eval_dataset=Tokens(8, 1))
     if by_hand.by_hand:
         train_by_hand(trainer, by_hand)

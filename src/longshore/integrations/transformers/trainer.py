@@ -259,8 +259,7 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        tag = None if best is None else _engine_part(best)
-        if tag is not None:
+        if best is not None and (tag := _engine_part(best)) is not None:
             self._running().load_checkpoint(best, tag, load_module_only=True)
         else:
             self._base()._load_best_model()
