@@ -55,7 +55,6 @@ SWIFT = (
     "--dataloader_num_workers 0 --output_dir {folder}/{name}"
 )
 SWIFT_SFT = "sft --dataset {folder}/data/tiny.jsonl "
-SWIFT_DPO = "rlhf --rlhf_type dpo --dataset {folder}/data/pairs.jsonl "
 SWIFT_LORA = "--tuner_type lora --lora_rank 8 --target_modules all-linear "
 SWIFT_FULL = "--tuner_type full "
 
@@ -119,8 +118,6 @@ def test_llama_factory(ranks: int, stage: int, kind: str, folder: Path) -> None:
         pytest.param(2, "zero3", SWIFT_SFT + SWIFT_LORA, id="2-stage3-lora"),
         pytest.param(1, "zero2_offload", SWIFT_SFT + SWIFT_FULL, id="1-stage2-full"),
         pytest.param(2, "zero3", SWIFT_SFT + SWIFT_FULL, id="2-stage3-full"),
-        pytest.param(1, "zero2_offload", SWIFT_DPO + SWIFT_FULL, id="1-stage2-dpo-full"),
-        pytest.param(2, "zero3", SWIFT_DPO + SWIFT_LORA, id="2-stage3-dpo-lora"),
     ],
 )
 def test_ms_swift(ranks: int, file: str, kind: str, folder: Path) -> None:

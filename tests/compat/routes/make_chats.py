@@ -19,5 +19,3 @@ about = {"tiny": {"file_name": "tiny.json"}, "pairs": {"file_name": "pairs.json"
 (folder / "dataset_info.json").write_text(json.dumps(about))
 chats = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
 (folder / "tiny.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-pairs_of = [{"messages": chat, "rejected_response": row["rejected"]} for chat, row in zip(chats, ranked, strict=True)]
-(folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs_of))
