@@ -119,8 +119,8 @@ def test_a_gradient_that_would_be_lost_is_an_error_that_names_it(monkeypatch: py
         store = engine.optimizer._core.store
         agree, lost = store.agree, [True]
 
-        def forgetful(*found: Any) -> Any:
-            found = agree(*found)
+        def forgetful(*found: Any, **options: Any) -> Any:
+            found = agree(*found, **options)
             return {index: value for index, value in found.items() if index != 3 or not lost[0]}
 
         monkeypatch.setattr(store, "agree", forgetful)

@@ -574,31 +574,6 @@ def test_two_threads_in_one_parameter_at_once_are_told() -> None:
     assert parameter.eq(-7).all()
 
 
-def test_threads_at_random_are_right_or_told() -> None:
-    for _ in range(30):
-        parameters = [nn.Parameter(torch.zeros(3000)) for _ in range(6)]
-        optimizer = longshore.SGD(parameters, lr=1.0, release_gradients=True, offload=longshore.Offload(1000))
-        start = threading.Barrier(3)
-
-        def backward(factor: int, parameters: Any = parameters, start: Any = start) -> None:
-            start.wait()
-            with contextlib.suppress(Exception):  # torch's, too: it may find a placeholder where it adds
-                sum((each * factor).sum() for each in parameters).backward()  # pyright: ignore
-
-        threads = [threading.Thread(target=backward, args=(factor,)) for factor in (1, 2, 4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        try:
-            optimizer.step()
-        except longshore.GradientError:
-            assert not any(each.any() for each in parameters)
-        else:
-            assert all(each.eq(-7).all() for each in parameters)
-        optimizer.close()
-
-
 def test_hooks_go_with_the_optimizer() -> None:
     model = small_model()
     optimizer = released(model)
