@@ -120,12 +120,11 @@ ROWS = {
     "1-stage2-lora": Row(1, 2, ["--lora", "1"]),
     "2-stage3-lora": Row(2, 3, ["--lora", "1"]),
 }
-FAST = {"1-stage2"}
-SLOW = {"1-stage3"}
+SLOW = {"1-stage2", "1-stage3"}
 
 
 def marked(name: str) -> Any:
-    marks = [] if name in FAST else [pytest.mark.slow] if name in SLOW else [pytest.mark.full]
+    marks = [pytest.mark.slow if name in SLOW else pytest.mark.full]
     return pytest.param(ROWS[name], marks=marks, id=name)
 
 

@@ -76,6 +76,7 @@ def test_how_a_script_ends(tmp_path: Path, body: str) -> None:
     assert ours.stderr.splitlines() == theirs.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_program_on_the_path(tmp_path: Path) -> None:
     program = tmp_path / "tool"
     program.write_text(

@@ -34,7 +34,7 @@ def widest(axes: Any) -> float:
         (TINY, 1, "MiB", ("microseconds", 1e-6)),
         (SMALL, 1, "MiB", ("microseconds", 1e-6)),
         (EIGHT, 8, "GiB", ("milliseconds", 1e-3)),
-        (SEVENTY, 8, "GiB", ("seconds", 1.0)),
+        pytest.param(SEVENTY, 8, "GiB", ("seconds", 1.0), marks=pytest.mark.slow),
     ],
 )
 def test_bars_are_as_large_as_the_panel(model: PlannedModel, gpus: int, unit: str, time: tuple[str, float]) -> None:
