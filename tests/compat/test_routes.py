@@ -27,6 +27,9 @@ TRAINER = [
 
 CLIPPING = ["--max_grad_norm", "0.3"]
 ACCUMULATION = ["--gradient_accumulation_steps", "2"]
+KEEPS_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False}
+"""Without it Accelerate puts DeepSpeed's CPU Adam in the place of every optimizer that it does not know."""
+BY_SGD = ["--optim", "sgd", "--learning_rate", "0.1"]
 EVALUATION = [
     *("--eval_strategy", "steps", "--eval_steps", "2", "--eval_on_start", "1", "--load_best_model_at_end", "1"),
     *("--save_strategy", "steps", "--save_steps", "2"),
@@ -103,16 +106,17 @@ class Row:
         return {**AUTO, "zero_optimization": zero, "bf16": {"enabled": "auto"}, **self.file}
 
 
-# On two ranks, stages 2 and 3 add a window's backwards after the ranks', and DDP before.
+# On two ranks, stages 2 and 3 add a window's backwards after the ranks', and DDP before. Adam would divide the
+# difference by the root of its second moment, which is tiny where gradients are: one weight of 24,736 is 2.8e-6 apart.
 ROWS = {
     "1-stage2": Row(1, 2, pretrained=False),
     "2-stage2": Row(2, 2, pretrained=False),
     "1-stage1": Row(1, 1),
     "1-stage3": Row(1, 3),
     "2-stage1-accumulation": Row(2, 1, ACCUMULATION),
-    "2-stage2-accumulation": Row(2, 2, ACCUMULATION, within=1e-6),
+    "2-stage2-accumulation": Row(2, 2, [*ACCUMULATION, *BY_SGD], 1e-6, file=KEEPS_OPTIMIZER),
     "2-stage3": Row(2, 3),
-    "2-stage3-accumulation": Row(2, 3, ACCUMULATION, within=1e-6),
+    "2-stage3-accumulation": Row(2, 3, [*ACCUMULATION, *BY_SGD], 1e-6, file=KEEPS_OPTIMIZER),
     "1-stage2-clipping": Row(1, 2, CLIPPING, within=1e-6),
     "1-stage2-optimizer-in-file": Row(1, 2, ["--warmup_steps", "2"], file={"optimizer": OPTIMIZER}),
     "1-stage2-evaluation": Row(1, 2, EVALUATION),

@@ -10,6 +10,8 @@ ValueError.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -70,8 +72,21 @@ class DeepSpeedCPUAdam(_TorchAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _check_options("DeepSpeedCPUAdam", fp32_optimizer_states=fp32_optimizer_states)
+        if not adamw_mode:
+            _check_replaced(sys._getframe(1))
         options = (lr, betas, eps, weight_decay, amsgrad)
         super().__init__(model_params, *options, decoupled=adamw_mode, bias_correction=bias_correction)
+
+
+def _check_replaced(caller: FrameType) -> None:
+    """Raise ValueError if Accelerate puts Adam in the place of an optimizer that is none, as it does with offload."""
+    replaced = caller.f_locals.get("optimizer")
+    if caller.f_code.co_name == "map_pytorch_optim_to_deepspeed" and not isinstance(replaced, torch.optim.Adam):
+        raise ValueError(
+            f"Accelerate replaces {type(replaced).__name__} by DeepSpeed's Adam, which steps differently, because the "
+            'file has offload_optimizer: set "zero_force_ds_cpu_optimizer" to false in it to keep the optimizer, or '
+            "train with AdamW"
+        )
 
 
 class FusedAdam(_TorchAdam):
