@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from longshore.optim import Adagrad, Adam, Lion
+from longshore.optim.other_words import is_accelerates_mapping
 
 
 class _TorchStep:
@@ -76,17 +77,6 @@ class DeepSpeedCPUAdam(_TorchAdam):
             _check_replaced(sys._getframe(1))
         options = (lr, betas, eps, weight_decay, amsgrad)
         super().__init__(model_params, *options, decoupled=adamw_mode, bias_correction=bias_correction)
-
-
-def _check_replaced(caller: FrameType) -> None:
-    """Raise ValueError if Accelerate puts Adam in the place of an optimizer that is none, as it does with offload."""
-    replaced = caller.f_locals.get("optimizer")
-    if caller.f_code.co_name == "map_pytorch_optim_to_deepspeed" and not isinstance(replaced, torch.optim.Adam):
-        raise ValueError(
-            f"Accelerate replaces {type(replaced).__name__} by DeepSpeed's Adam, which steps differently, because the "
-            'file has offload_optimizer: set "zero_force_ds_cpu_optimizer" to false in it to keep the optimizer, or '
-            "train with AdamW"
-        )
 
 
 class FusedAdam(_TorchAdam):
@@ -173,3 +163,14 @@ def _check_options(name: str, **options: bool) -> None:
     for option, value in options.items():
         if not value:
             raise ValueError(f"{name}: {why[option]}; leave {option} out")
+
+
+def _check_replaced(caller: FrameType) -> None:
+    """Raise ValueError if Accelerate puts Adam in the place of an optimizer that is none, as it does with offload."""
+    replaced = caller.f_locals.get("optimizer")
+    if is_accelerates_mapping(caller) and not isinstance(replaced, torch.optim.Adam):
+        raise ValueError(
+            f"Accelerate replaces {type(replaced).__name__} by DeepSpeed's Adam, which steps differently, because the "
+            'file has offload_optimizer: set "zero_force_ds_cpu_optimizer" to false in it to keep the optimizer, or '
+            "train with AdamW"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 _NO_EIGHT_BITS = "states are float32 in host memory, never 8-bit: leave it out"
@@ -41,6 +42,11 @@ def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...
             raise TypeError(f"{kind.__name__} takes no {name}: {_HERE[name]}")
 
 
+def is_accelerates_mapping(caller: FrameType) -> bool:
+    """Return whether ``caller`` is where Accelerate puts DeepSpeed's optimizers in the place of others."""
+    return caller.f_code.co_name == "map_pytorch_optim_to_deepspeed"
+
+
 def check_not_replaced(kind: type) -> None:
     """Check who reads the defaults of an optimizer ``kind``; to be called by the property that returns them.
 
@@ -50,7 +56,7 @@ def check_not_replaced(kind: type) -> None:
     Raises:
         ValueError: Accelerate does.
     """
-    if sys._getframe(2).f_code.co_name == "map_pytorch_optim_to_deepspeed":
+    if is_accelerates_mapping(sys._getframe(2)):
         raise ValueError(
             f"Accelerate would replace longshore.{kind.__name__} by DeepSpeed's Adam, which steps differently. To "
             "train with longshore, leave the DeepSpeed file out of Accelerate's settings; or keep it with "

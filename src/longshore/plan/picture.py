@@ -53,7 +53,7 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
     divisor, unit = next((size, name) for size, name in ((2**30, "GiB"), (2**20, "MiB"), (1, "B")) if most >= size)
     colours = _colours(_COLOURS_OF_KINDS, len(_KINDS))
     bars = [
-        (row + offset, {**found})
+        (row + offset, found)
         for row, each in enumerate(plan.distinct)
         for offset, found in ((-0.2, {**each.bytes.device_estimates, **each.bytes.device}), (0.2, each.bytes.host))
     ]
