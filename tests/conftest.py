@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from covering import leave_to_slow
+from hypothesis import HealthCheck, settings
 from ranks import Ranks
 
 
@@ -40,6 +41,10 @@ torch.set_num_threads(1)
 def _seeded() -> None:
     torch.manual_seed(0)
 
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # A shell's background jobs ignore Ctrl-C, which tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)

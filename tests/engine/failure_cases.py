@@ -34,6 +34,10 @@ def backward(engine: Any, step: int, rank: int, heads: tuple[str, ...] = HEADS) 
     engine.backward(engine(inputs(step, 0, rank, torch.float32), heads))
 
 
+def _raise() -> None:
+    raise RuntimeError("exploded on purpose")
+
+
 class Exploding(torch.autograd.Function):
     """Raises in the middle of backward."""
 
@@ -42,12 +46,15 @@ class Exploding(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("exploded on purpose")
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        _raise()
 
 
-def explode(engine: Any, step: int, rank: int) -> None:
-    hook = engine.module.norm.register_forward_hook(lambda module, args, output: Exploding.apply(output))
+def explode(engine: Any, step: int, rank: int, *, in_forward: bool = False) -> None:
+    def hooked(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return _raise() if in_forward else Exploding.apply(output)
+
+    hook = engine.module.norm.register_forward_hook(hooked)
     try:
         backward(engine, step, rank)
     finally:

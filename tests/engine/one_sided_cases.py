@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import longshore
 from engine.failure_cases import backward, check_trains_on, explode, make_engine, raised_by
+from engine.scenarios import HEADS, inputs
 
 
 def called_on_one_rank(stage: int, what: str, before: str) -> str:
@@ -99,20 +100,51 @@ def discarded_by_the_model(stage: int, raw: bool) -> str:
     return said
 
 
-def discarded_together(stage: int, failing: int, backwards: int, rounds: int) -> list[str]:
-    """Rank 0 fails in backward number ``failing`` of a window of two, rank 1 does ``backwards`` of them; both learn of
-    it and discard the window. In a second round both fail. Then they train."""
+def discarded_together(stage: int, failing: int, backwards: int, rounds: int, where: str) -> list[str]:
+    """Rank 0 fails in backward number ``failing`` of a window of three, rank 1 does ``backwards`` of them; both learn
+    of it and discard the window. In the last of several rounds both fail. Then they train.
+
+    ``where``: rank 0 fails in the ``"backward"`` or the ``"forward"``; ``"before state"``: in the backward, and once
+    both have discarded the window, they read optimizer state, for which they meet.
+    """
     rank = dist.get_rank()
-    engine = make_engine(stage, gradient_accumulation_steps=2)
+    engine = make_engine(stage, gradient_accumulation_steps=3)
+    in_forward = where == "forward"
     said = []
     for number in range(rounds):
-        fails = rank == 0 or number == 1
+        fails = rank == 0 or 0 < number == rounds - 1
         for _ in range(failing if fails else backwards):
             backward(engine, 0, rank)
         if fails:
-            said.append(raised_by(lambda: explode(engine, 0, rank)).partition(":")[0])
+            said.append(raised_by(lambda: explode(engine, 0, rank, in_forward=in_forward)).partition(":")[0])
+        elif in_forward:
+            engine(inputs(0, 0, rank, torch.float32), HEADS)
         dist.barrier()  # as a script that asks all ranks whether one failed
         engine.zero_grad()
+        if where == "before state":
+            engine.optimizer.state_dict()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
+def fails_after_a_discarded_window(stage: int) -> str:
+    """Both ranks discard a window, and rank 0 fails in the next one; rank 1 goes on to ``step()``: what that says."""
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    backward(engine, 0, rank)
+    engine.zero_grad()
+
+    def fail_or_step() -> None:
+        if rank == 0:
+            explode(engine, 0, rank)
+        for _ in range(2):
+            backward(engine, 0, rank)
+            engine.step()
+
+    said = raised_by(fail_or_step)
+    engine.zero_grad()
     engine.set_gradient_accumulation_steps(1)
     check_trains_on(engine, stage, rank, range(3))
     engine.optimizer.close()

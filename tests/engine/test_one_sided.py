@@ -49,12 +49,36 @@ def test_a_model_discards_what_one_rank_alone_had(stage: int, raw: bool, two_ran
         assert second.startswith("GradientError: rank 0 failed in this window")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("failing, backwards, rounds", [(0, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2), (1, 2, 2)])
+@STAGES
+@pytest.mark.parametrize(
+    "where, failing, backwards, rounds",
+    [
+        ("backward", 0, 1, 1),
+        ("backward", 0, 2, 1),
+        ("backward", 0, 3, 1),
+        ("backward", 1, 2, 1),
+        ("backward", 0, 1, 2),
+        ("backward", 1, 3, 2),
+        ("backward", 0, 1, 3),
+        ("before state", 0, 1, 1),
+        ("before state", 1, 2, 2),
+        ("forward", 0, 0, 1),
+        ("forward", 1, 1, 2),
+    ],
+)
 def test_a_failed_window_that_all_ranks_discard(
-    stage: int, failing: int, backwards: int, rounds: int, two_ranks: Ranks
+    stage: int, where: str, failing: int, backwards: int, rounds: int, two_ranks: Ranks
 ) -> None:
     """The rank on which nothing failed is told of it later, when it has discarded the window itself."""
-    first, second = two_ranks(cases.discarded_together, stage, failing, backwards, rounds)
+    if stage == 3:
+        backwards = min(backwards, failing + 1)  # it is told in the forward after that, where it waits for the other
+    first, second = two_ranks(cases.discarded_together, stage, failing, backwards, rounds, where)
     assert first == ["RuntimeError"] * rounds
-    assert second == ["RuntimeError"] * (rounds - 1)
+    assert second == ["RuntimeError"] * (rounds > 1)
+
+
+@STAGES
+def test_a_window_that_fails_after_one_that_all_ranks_discarded(stage: int, two_ranks: Ranks) -> None:
+    first, second = two_ranks(cases.fails_after_a_discarded_window, stage)
+    assert first.startswith("RuntimeError")
+    assert second == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"

@@ -227,11 +227,12 @@ class PlainEngine:
         """A checkpoint."""
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         states = self._model.state_dict(), self.optimizer.state_dict(), schedule
-        return copy.deepcopy((*states, self.loss_scaling, self._accumulation, self.skipped_steps))
+        return copy.deepcopy((*states, self.loss_scaling, self.skipped_steps))
 
     def loaded(self, save: Any) -> None:
         """Go on from a checkpoint."""
-        model, optimizer, schedule, self.loss_scaling, self._accumulation, self.skipped_steps = copy.deepcopy(save)
+        # Accumulation is a setting of the run, and stays.
+        model, optimizer, schedule, self.loss_scaling, self.skipped_steps = copy.deepcopy(save)
         self._model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         if self.lr_scheduler is not None:

@@ -2,22 +2,82 @@
 
 from __future__ import annotations
 
-from mutants.mutant import CLOSING, COLLECTIVES, FAILURES, PENDING, REDUCTION, ROUNDS, TABLE, TENSOR_PARALLEL, Mutant
+from mutants.mutant import (
+    CLOSING,
+    COLLECTIVES,
+    FAILURES,
+    ONE_SIDED,
+    PENDING,
+    REDUCTION,
+    ROUNDS,
+    TABLE,
+    TENSOR_PARALLEL,
+    Mutant,
+)
 
 MUTANTS = [
     Mutant(
         "a rank that discarded the same window is left behind",
         "sharding/collective_thread.py",
-        "if action is not Action.TELL and 0 < behind <= self.discarded:",
+        "if action is not Action.TELL and behind > 0 and discarded:",
         "if False:",
-        ("tests/engine/test_one_sided.py",),
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "a window that failed after a discarded one passes for that one",
+        "sharding/collective_thread.py",
+        "discarded = all(rows[rank].discards < own.discards for rank in gave_up)",
+        "discarded = own.discards > 0",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "discarding waits until the others hear that this rank gave up its window",
+        "sharding/collective_thread.py",
+        "self.submit(job, awaited=False)",
+        "self.submit(job)",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "closing waits until the others hear that this rank gave up its window",
+        "sharding/unfinished.py",
+        "        if unless is not None and unless.is_set():\n            return\n",
+        "",
+        ("tests/sharding/test_unfinished.py",),
+    ),
+    Mutant(
+        "backwards of a window that another rank left meet those of the next",
+        "sharding/collective_thread.py",
+        "if action in (Action.BACKWARD, Action.CLOSE) and window < self.given_up:",
+        "if False:",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "ranks meet to read state whatever their windows are",
+        "sharding/ownership.py",
+        "encode()), self.window.number)",
+        "encode()), 0)",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "ranks that gather do not count discarded windows",
+        "sharding/fully_sharded.py",
+        "        self._gathers.discarded()\n",
+        "",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "what was gathered for a discarded window stays for the next",
+        "sharding/fully_sharded.py",
+        "        self._model.discarded = True\n",
+        "",
+        (ONE_SIDED,),
     ),
     Mutant(
         "a rank that is told as it discards does not count",
         "sharding/store.py",
         "                window.number = max(window.number, collectives.given_up)\n",
         "                pass\n",
-        ("tests/engine/test_one_sided.py",),
+        (ONE_SIDED,),
     ),
     # -- reduction.py ---------------------------------------------------------
     Mutant("the flags are not read", "sharding/reduction.py", "                if flag\n", "", (COLLECTIVES,)),
@@ -316,7 +376,7 @@ MUTANTS = [
     Mutant(
         "a rank leaves its window without a word",
         "sharding/ownership.py",
-        "        self.collectives.gives_up = True\n",
+        "            self.collectives.leave(self.window.number)\n",
         "",
         (FAILURES,),
     ),
@@ -462,22 +522,22 @@ MUTANTS = [
     Mutant(
         "ranks meet whatever they do",
         "sharding/collective_thread.py",
-        "            if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):\n",
+        "            if all(row.reason == own.reason for row in rows):\n",
         "            if rows:\n",
         (COLLECTIVES,),
     ),
     Mutant(
         "ranks of different windows meet",
         "sharding/collective_thread.py",
-        "row[:3] == rows[0][:3]",
-        "row[:2] == rows[0][:2]",
+        "row.reason == own.reason",
+        "row.reason[:2] == own.reason[:2]",
         (COLLECTIVES,),
     ),
     Mutant(
         "the others are told again and again",
         "sharding/collective_thread.py",
-        "meeting.row[3], self.gives_up = self.gives_up, False",
-        "meeting.row[3] = self.gives_up",
+        "row.gave_up, self.gives_up = self.gives_up, False",
+        "row.gave_up = self.gives_up",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -518,8 +578,8 @@ MUTANTS = [
     Mutant(
         "ranks that gather apart hear of a discarded window at the next meeting",
         "sharding/fully_sharded.py",
-        "            collectives.submit(lambda: collectives.leave(number))\n",
-        "            collectives.gives_up = True\n",
+        "            collectives.leave(number, unless_told=True)\n",
+        "            collectives.give_up()\n",
         (TENSOR_PARALLEL,),
     ),
 ]

@@ -101,7 +101,7 @@ def met_again() -> list[str]:
     collectives = make_thread()
     said = []
     if collectives.rank == 0:
-        collectives.gives_up = True
+        collectives.give_up()
         collectives.run(lambda: collectives.meet(Action.BACKWARD, 1, 1))
     else:
         try:

@@ -30,6 +30,18 @@ else:
     os._exit(0)
 """
 
+_LEAVES = """
+if rank == 1:
+    thread.leave(1)
+    thread.drain()
+    thread.close()
+    open(sys.argv[2] + ".closed", "w").close()
+else:
+    while not os.path.exists(sys.argv[2] + ".closed"):
+        time.sleep(delay_s)
+    os._exit(0)
+"""
+
 _FAILS = """
 if rank == 1:
     class Late:
@@ -63,6 +75,11 @@ def _ends(script: str, delay_s: float, tmp_path: Path) -> tuple[list[int], list[
 @pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
     codes, said = _ends(_BEGIN + _CLOSES, delay_s, tmp_path)
+    assert codes == [0, 0], said
+
+
+def test_closing_while_no_other_rank_hears_that_this_one_left(tmp_path: Path) -> None:
+    codes, said = _ends(_BEGIN + _LEAVES, 0.05, tmp_path)
     assert codes == [0, 0], said
 
 

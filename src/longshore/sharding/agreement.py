@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from longshore.errors import GradientError, LongshoreError, RankError
+from longshore.errors import LongshoreError, RankError
 from longshore.kernels import Scale
 from longshore.tiles import ParameterStep
 
@@ -55,29 +55,6 @@ class Action(IntEnum):
     MEASURE = 10, "measuring the norm"
     TELL = 11, "telling the others what it has"
     """Goes on with what the ranks met for."""
-
-
-def explain_difference(doing: Sequence[Sequence[int]], rank: int, words: Callable[[Sequence[int]], str]) -> None:
-    """Raise an error since the ranks met for different actions; return if ``rank`` refused the step itself.
-
-    ``doing``: for each rank the action, its number, and the window.
-    """
-    if any(action != Action.COMMIT for action, *_ in doing):
-        said = [words(each) for each in doing]
-        if len(set(said)) == 1:
-            said = [f"{each} (window {window})" for each, (_, _, window, *_) in zip(said, doing, strict=True)]
-        if len(set(said)) == 1:
-            raise RankError(f"all ranks are {said[0]}, but of different parameters; {ADVICE}")
-        told = ", ".join(f"rank {other} is {each}" for other, each in enumerate(said))
-        raise RankError(f"the ranks do different things: {told}; {ADVICE}")
-    refusing = [other for other, (_, number, *_) in enumerate(doing) if number == REFUSED]
-    if not refusing:
-        raise RankError(
-            "the ranks are about to step differently: other parameters, learning rates, options or "
-            "clipping; give every rank's optimizer the same groups, schedule and settings"
-        )
-    if rank not in refusing:
-        raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
 
 
 class WindowStatus:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.errors import GradientError, RankError
-from longshore.sharding.agreement import Action, explain_difference
+from longshore.sharding.agreement import Action
+from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, explain_difference
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 from longshore.sharding.unfinished import let_go, wait_for, wait_on_stream
 from longshore.tiles import Recorder, Worker, debugging
@@ -26,28 +27,8 @@ _PATIENCE_S = 1.0
 _NOTICE_S = 30.0
 _NOTICE_DEBUGGING_S = 1.0
 """How long a rank waits for the others before it logs a warning."""
-_NOTE_NUMEL = 8
-"""Count of the numbers that every message of a meeting has room for; :meth:`CollectiveThread.rows` sends more apart."""
 
 _LOGGER = logging.getLogger("longshore")
-
-
-@dataclass(eq=False)
-class _Meeting:
-    """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages.
-
-    ``row``: the action, its number, the window (at TELL the action of the last meeting), whether this rank gave up its
-    window, and its note.
-    """
-
-    row: list[int]
-    doing: str
-    # These change each time that this rank comes to the meeting.
-    rows: Any = None
-    work: Any = None
-    # These change while it waits.
-    since: float = 0.0
-    told: bool = False
 
 
 class Outgoing(NamedTuple):
@@ -78,7 +59,7 @@ class CollectiveThread:
         differed: whether the ranks met for different things, so that all of them give up their windows.
         given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
             that.
-        discarded: how many windows this rank discarded without a failure since all ranks met for the same.
+        discards: how many windows this rank discarded; after a meeting for the same, as many as any rank did.
         notes: the note that each rank added in the last meeting, by rank.
     """
 
@@ -94,26 +75,31 @@ class CollectiveThread:
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
-        # This is set once.
+        # These are set once.
         self._dead: RankError | None = None
+        self._closing = threading.Event()
         # These change with each window.
         self.gives_up = False
+        self._gave_up_at = 0
+        """What ``discards`` was then."""
         self.differed = False
         self.given_up = 0
-        self.discarded = 0
+        self._said = ""
+        """What that meeting said."""
+        self.discards = 0
         self._ahead = 0
         """How many windows this rank discarded and did not count: others gave them up, and it learned that later."""
         self._left = False
         """Whether the last meeting that another rank left ended this rank's window, too."""
         # These change with each meeting. The first is also read by the thread that waits for a job.
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._latest: Any = None
         """Handle of the last exchange of rows that began."""
         self._of_latest: tuple[Tensor, ...] = ()
         """The tensors of that exchange."""
         self._last_met = "when the engine was made"
         self._last_action = Action.STEP
-        self.notes: list[list[int]] = []
+        self.notes: list[Sequence[int]] = []
         # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
@@ -125,15 +111,18 @@ class CollectiveThread:
         """Tell ``recorder`` of each job from here on."""
         self._worker.working = lambda: recorder.working("collectives")
 
-    def submit(self, job: Callable[[], None], waiting_bytes: int = 0) -> None:
-        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; block for a while if these exceed the limit."""
+    def submit(self, job: Callable[[], None], waiting_bytes: int = 0, awaited: bool = True) -> None:
+        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; block for a while if these exceed the limit.
+
+        ``awaited``: whether :meth:`drain` waits for it although no other job follows.
+        """
 
         def guarded() -> None:
             if self._dead is not None:
                 raise self._dead
             job()
 
-        self._worker.submit(guarded, waiting_bytes)
+        self._worker.submit(guarded, waiting_bytes, awaited)
 
     def drain(self) -> None:
         """Wait for every job; raise the error of the first that failed. Log a warning if other ranks do not come."""
@@ -180,7 +169,12 @@ class CollectiveThread:
             )
             raise self._dead from failure.with_traceback(None)
 
+    def give_up(self) -> None:
+        """Note that this rank gave up a window, which it will count in :attr:`discards`: see :attr:`gives_up`."""
+        self.gives_up, self._gave_up_at = True, self.discards
+
     def close(self) -> None:
+        self._closing.set()
         if self._dead is None:
             self._worker.close()
         if self._shared is not None:
@@ -207,78 +201,90 @@ class CollectiveThread:
         """
         return self.finish(self.begin(action, number, window, note))
 
-    def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
+    def begin(
+        self, action: Action, number: int, window: int, note: Sequence[int] = (), discards: int | None = None
+    ) -> Meeting:
         """Come to a meeting without waiting, which :meth:`finish` does; one meeting at a time. See :meth:`meet`."""
+        if action in (Action.BACKWARD, Action.CLOSE) and window < self.given_up:
+            raise GradientError(self._said)  # it was told at a backward before this one in the queue
         window += 0 if action is Action.TELL else self._ahead
-        row = [action, number, window, False, *note, *[0] * (_NOTE_NUMEL - len(note))]
-        at = "" if action is Action.TELL else f" (window {window})"
-        meeting = _Meeting(row, self._words(row) + at)
+        row = Row(action, number, window, self.discards if discards is None else discards, note=note)
+        meeting = Meeting(row, row.words(self._modules, window=True))
         self._come(meeting)
         return meeting
 
-    def _words(self, row: Sequence[int]) -> str:
-        action, number = Action(row[2] if row[0] == Action.TELL else row[0]), row[1]
-        if row[0] == Action.BACKWARD and number:
-            return f"{action.words} {number} of its window"
-        return f"{action.words} of {self._modules[number]}" if action is Action.GATHER else action.words
+    def _come(self, meeting: Meeting) -> None:
+        row = meeting.row
+        if row.action is not Action.TELL:
+            row.gave_up, self.gives_up = self.gives_up, False
+            if row.action is not Action.LEAVE:
+                row.discards = self._gave_up_at if row.gave_up else self.discards
+        meeting.rows, meeting.work = self._gather_rows(torch.tensor(row.numbers(), dtype=torch.int64))
 
-    def _come(self, meeting: _Meeting) -> None:
-        if meeting.row[0] != Action.TELL:
-            meeting.row[3], self.gives_up = self.gives_up, False
-        meeting.rows, meeting.work = self._gather_rows(torch.tensor(meeting.row, dtype=torch.int64))
-
-    def finish(self, meeting: _Meeting) -> bool:
+    def finish(self, meeting: Meeting) -> bool:
         """Wait for the others; see :meth:`meet`."""
-        action = Action(meeting.row[0])
+        own, action = meeting.row, meeting.row.action
         while True:
             meeting.since = time.monotonic()
             self._meeting = meeting
             try:
                 with self._communicating():
-                    self._wait(meeting.work)
+                    self._wait(meeting.work, self._closing if action is Action.LEAVE else None)
                 meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
-                rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
+                if action is Action.LEAVE:
+                    return True
+                numbers = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
             finally:
                 self._meeting = None
             self._last_met = meeting.doing
-            self.notes = [row[4:] for row in rows]
-            doing = [Action(row[0]) for row in rows]
-            left = [rank for rank, other in enumerate(doing) if other is Action.LEAVE]
-            gave_up = left or [rank for rank, row in enumerate(rows) if row[3]]
-            if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):
+            rows = [Row.received(each) for each in numbers]
+            self.notes = [row.note for row in rows]
+            left = [rank for rank, row in enumerate(rows) if row.action is Action.LEAVE]
+            gave_up = left or [rank for rank, row in enumerate(rows) if row.gave_up]
+            if all(row.reason == own.reason for row in rows):
                 if action is not Action.TELL:
-                    self._last_action, self.discarded = action, 0
+                    self._last_action, self.discards = action, max(self.discards, *(row.discards for row in rows))
                 return True
-            behind = max((rows[rank][2] for rank in gave_up), default=0) - meeting.row[2]
-            if action is not Action.TELL and 0 < behind <= self.discarded:
+            behind = max((rows[rank].window for rank in gave_up), default=0) - own.window
+            discarded = all(rows[rank].discards < own.discards for rank in gave_up)
+            if action is not Action.TELL and behind > 0 and discarded:
                 # This rank discarded the same windows; where a script does that on all ranks, nobody is left behind.
-                self.discarded -= behind
                 self._ahead += behind
-                meeting.row[2] += behind
+                own.window += behind
                 self._come(meeting)
                 continue
             if not gave_up:
-                closing = [other is Action.CLOSE for other in doing]
+                closing = [row.action is Action.CLOSE for row in rows]
                 if not any(closing) or all(closing):
                     self.differed = True
-                    explain_difference(rows, self.rank, self._words)
+                    explain_difference(rows, self.rank, self._modules)
                     return True  # this rank refused, and has an error of its own
                 if action is Action.CLOSE:
                     return False
-            elif left or not meeting.row[3]:
+            elif left or not own.gave_up:
                 self._left = bool(left)
-                self.given_up = max(rows[rank][2] for rank in gave_up) - self._ahead
-                raise GradientError(
-                    f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
-                )
+                self.given_up = max(rows[rank].window for rank in gave_up) - self._ahead
+                self._said = f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
+                raise GradientError(self._said)
             # The ranks at other actions have been told, and come to this meeting next.
             self._come(meeting)
 
-    def leave(self, window: int) -> None:
-        """Tell all ranks that this one gave up its window and goes on to ``window``, unless one of them told it."""
-        told, self._left = self._left, False
-        if not told:
-            self.meet(Action.LEAVE, 0, window)
+    def leave(self, window: int, unless_told: bool = False) -> None:
+        """Tell all ranks that this one gave up its window and goes on to ``window``, after the jobs under way.
+
+        Nobody waits for that: the others may come to their next meeting only when this rank has gone on.
+
+        ``unless_told``: not if one of them told this rank by then in the same way.
+        """
+        discards = self.discards
+
+        def job() -> None:
+            told, self._left = self._left, False
+            if told and unless_told:
+                return
+            self.finish(self.begin(Action.LEAVE, 0, window, discards=discards))
+
+        self.submit(job, awaited=False)
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -288,7 +294,7 @@ class CollectiveThread:
         ``during``: what the ranks do; None: what they met for last. Raises the errors of :meth:`meet`.
         """
         said = row.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        note = torch.zeros(8 * _NOTE_NUMEL, dtype=torch.uint8)
+        note = torch.zeros(8 * NOTE_NUMEL, dtype=torch.uint8)
         fits = said.numel() <= note.numel()
         if fits:
             note[: said.numel()] = said

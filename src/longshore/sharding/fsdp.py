@@ -73,6 +73,9 @@ class FullyShardedModel:
         self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
         """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
         self._writes = GatheredWrites()
+        self.discarded = False
+        """Whether a window was discarded since the last forward. The root's parameters may still be gathered for its
+        backward, and no more where a rank failed, so that not all would gather them in the next forward."""
         self._root_hooks = [
             model.register_forward_pre_hook(self._before_forward, prepend=True),  # before FSDP2's own
             model.register_forward_hook(self._after_forward),
@@ -140,6 +143,9 @@ class FullyShardedModel:
     @_disable_dynamo
     def _before_forward(self, *_: object) -> None:
         self.align()
+        if self.discarded:
+            self.discarded = False
+            self._free()
 
     def align(self) -> None:
         """Make one of shards and gathered tensors: both have what scripts did to either. Not for inside a forward.

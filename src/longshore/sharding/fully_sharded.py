@@ -149,17 +149,22 @@ class FullySharded(Ownership):
         self._tell_others()
         self._model.reset()
 
+    def discarded(self) -> None:
+        super().discarded()
+        self._gathers.discarded()
+        self._model.discarded = True
+
     def _tell_others(self) -> None:
         """Tell ranks that gather apart from this one that the window was given up, once: after the rounds under way."""
         if self.averaging_collectives is self.collectives:
-            self.collectives.gives_up = True  # other replicas are told when this rank meets them next
+            self.collectives.give_up()  # other replicas are told when this rank meets them next
             return
         # With tensor parallelism that would be too late: this rank waits for them in its next forward, and they for
         # this one in step(). Each rank comes to one meeting to tell, or is told in it.
         number, collectives = self.window.number, self.collectives
         if number != self._left_at:
             self._left_at = number
-            collectives.submit(lambda: collectives.leave(number))
+            collectives.leave(number, unless_told=True)
 
     def before_publishing(self) -> None:
         self._model.reshard()
@@ -257,9 +262,13 @@ class GatherMeetings:
             if not self._collectives.gives_up:  # otherwise both ranks discard their windows, and this one knows it
                 raise
 
+    def discarded(self) -> None:
+        """See :meth:`Ownership.discarded`."""
+        self._collectives.discards += 1
+
     def give_up(self) -> None:
         """Tell the others at the next meeting, if they are at another action, that this rank gave up its window."""
-        self._collectives.gives_up = True
+        self._collectives.give_up()
         self.shared.stand_apart()
 
     def interrupted(self) -> None:

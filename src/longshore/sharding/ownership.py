@@ -179,13 +179,20 @@ class Ownership:
         return False
 
     def give_up(self) -> None:
-        """Note that this rank will discard its window. Ranks that may not know are told when they meet this one."""
-        self.window.give_up()
-        self.collectives.gives_up = True
+        """Note that this rank will discard its window, and tell the others if none of them told this rank.
+
+        They are told at once. One of them may be in :meth:`ShardedStore.discard`, where it waits for this rank, which
+        may wait for that one in a collective of the script.
+        """
+        if self.collectives.given_up > self.window.number:
+            self.window.number = self.collectives.given_up  # another rank told this one, and went on that far
+        else:
+            self.window.give_up()
+            self.collectives.leave(self.window.number)
 
     def discarded(self) -> None:
-        """Note that this rank discarded a window that had not failed here; it may have on others."""
-        self.collectives.discarded += 1
+        """Count a window that this rank discarded: others are told of it, or know of none of their failures."""
+        self.collectives.discards += 1
 
     def before_publishing(self) -> None:
         """Prepare for a change of the parameters on the device."""
@@ -236,7 +243,7 @@ class Ownership:
             padded[: part.numel()] = part
 
         def collect() -> list[Tensor]:
-            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), 0)
+            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.window.number)
             outgoing = self.collectives.outgoing(padded.nbytes, self.collectives.device)
             outgoing.memory.copy_(padded.view(torch.uint8))
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.gather(outgoing)]

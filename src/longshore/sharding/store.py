@@ -192,8 +192,7 @@ class ShardedStore(ParameterStore):
                 self.ownership.give_up()
             elif not lost and told:
                 window.number = max(window.number, collectives.given_up)
-            elif not lost and (window.backwards or window.arrivals):
-                self.ownership.discarded()
+            self.ownership.discarded()
             self.window.told = False  # failures from now on belong to another window
             self.local.discard()
             self._gradients.begin()

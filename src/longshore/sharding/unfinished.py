@@ -17,13 +17,16 @@ _LEFT: list[tuple[Any, Any]] = []
 _LOCK = threading.Lock()
 
 
-def wait_for(work: Any) -> None:
-    """Wait for a collective of gloo, for as long as the group's own timeout allows; raise its error.
+def wait_for(work: Any, unless: threading.Event | None = None) -> None:
+    """Wait for a collective of gloo, for as long as the group's own timeout allows; raise its error. Once ``unless`` is
+    set, do not wait for it.
 
     A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
     it comes back now and then, and once the process is about to end, it waits in Python.
     """
     while not (exiting.is_set() or work.is_completed()):
+        if unless is not None and unless.is_set():
+            return
         try:
             work.wait(_SLICE)
             return
@@ -35,8 +38,8 @@ def wait_for(work: Any) -> None:
     work.wait()
 
 
-def wait_on_stream(work: Any) -> None:
-    """Let the current stream of a device wait for a collective."""
+def wait_on_stream(work: Any, unless: threading.Event | None = None) -> None:
+    """Let the current stream of a device wait for a collective; this does not block, whatever ``unless`` is."""
     work.wait()
 
 

@@ -194,12 +194,17 @@ class Worker:
         # Several autograd threads may submit.
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Future[bool], int]] = deque()
+        self._unawaited = 0
+        """How many of the last jobs :meth:`drain` does not wait for."""
         self._held_bytes = 0
         self._failure: BaseException | None = None
         self._gave_up = False
 
-    def submit(self, job: Callable[[], None], held_bytes: int) -> None:
-        """Queue ``job``, which keeps a gradient of ``held_bytes`` in memory until it has run; may block."""
+    def submit(self, job: Callable[[], None], held_bytes: int, awaited: bool = True) -> None:
+        """Queue ``job``, which keeps a gradient of ``held_bytes`` in memory until it has run; may block.
+
+        ``awaited``: whether :meth:`drain` waits for this job; it does if one that is awaited follows.
+        """
         self.used = True
         self._check_process(self._thread is not None)
         with self._lock:
@@ -218,28 +223,30 @@ class Worker:
                 self._finalizer.atexit = False
             future: Future[bool] = Future()
             self._jobs.append((future, held_bytes))
+            self._unawaited = 0 if awaited else self._unawaited + 1
             self._held_bytes += held_bytes
             self._thread.jobs.put((future, lambda: self._run(job)))
 
     def drain(self) -> BaseException | None:
-        """Wait for every job; return the first failure since the last drain, if any."""
+        """Wait for every awaited job; return the first failure since the last drain, if any."""
         self._check_process(bool(self._jobs))
         with self._lock:
-            while self._jobs:
+            while len(self._jobs) > self._unawaited or (self._jobs and self._jobs[0][0].done()):
                 self._retire()
             failure, self._failure = self._failure, None
             self._gave_up = False
             return failure
 
     def idle_within(self, timeout_s: float) -> bool:
-        """Wait until every job has run, at most ``timeout_s`` seconds; return whether all have run."""
+        """Wait until every awaited job has run, at most ``timeout_s`` seconds; return whether all have run."""
         self._check_process(bool(self._jobs))
         with self._lock:
-            last = [self._jobs[-1][0]] if self._jobs else []
+            awaited = len(self._jobs) - self._unawaited
+            last = [self._jobs[awaited - 1][0]] if awaited > 0 else []
         return not wait(last, timeout_s).not_done
 
     def close(self) -> None:
-        """Wait for every job, and leave the thread."""
+        """Wait for every job, also those that are not awaited, and leave the thread."""
         self.drain()
         if self._thread is not None:
             self._finalizer.detach()
@@ -263,6 +270,7 @@ class Worker:
         future, held_bytes = self._jobs[0]
         failure = future.exception()  # blocks; after Ctrl-C the job is still in the queue
         self._jobs.popleft()
+        self._unawaited = min(self._unawaited, len(self._jobs))
         self._held_bytes -= held_bytes
         if self._failure is None:
             self._failure = failure

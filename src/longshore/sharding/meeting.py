@@ -1,0 +1,96 @@
+"""What the ranks say at a meeting: what each of them is about to do, and in which window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longshore.errors import GradientError, RankError
+from longshore.sharding.agreement import ADVICE, REFUSED, Action
+
+NOTE_NUMEL = 8
+"""Count of the numbers that every message of a meeting has room for."""
+
+
+@dataclass
+class Row:
+    """One rank's side of a meeting, sent as numbers.
+
+    Attributes:
+        action: what the rank is about to do.
+        number: which of these, such as the module that is gathered.
+        window: number of the rank's window; at TELL the action of the last meeting.
+        discards: how many windows the rank has discarded, or had when it gave one up.
+        gave_up: whether it gave up a window, and says so for the first time.
+        note: further numbers.
+    """
+
+    action: Action
+    number: int
+    window: int
+    discards: int = 0
+    gave_up: bool = False
+    note: Sequence[int] = ()
+
+    @classmethod
+    def received(cls, numbers: Sequence[int]) -> Row:
+        """Return the row that was sent as these numbers."""
+        action, number, window, discards, gave_up, *note = numbers
+        return cls(Action(action), number, window, discards, bool(gave_up), note)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers to send, as many as every other row has."""
+        head = [self.action, self.number, self.window, self.discards, int(self.gave_up)]
+        return [*head, *self.note, *[0] * (NOTE_NUMEL - len(self.note))]
+
+    @property
+    def reason(self) -> tuple[Action, int, int]:
+        """What the rank comes for: ranks meet for the same."""
+        return self.action, self.number, self.window
+
+    def words(self, modules: Sequence[str], window: bool = False) -> str:
+        """Return what the rank does, for messages. ``modules``: the names of modules that are gathered; ``window``:
+        whether to name the window."""
+        if self.action is Action.TELL:
+            return Action(self.window).words
+        said = self.action.words
+        if self.action is Action.BACKWARD and self.number:
+            said = f"{said} {self.number} of its window"
+        elif self.action is Action.GATHER:
+            said = f"{said} of {modules[self.number]}"
+        return f"{said} (window {self.window})" if window else said
+
+
+@dataclass(eq=False)
+class Meeting:
+    """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages."""
+
+    row: Row
+    doing: str
+    # These change each time that this rank comes to the meeting.
+    rows: Any = None
+    work: Any = None
+    # These change while it waits.
+    since: float = 0.0
+    told: bool = False
+
+
+def explain_difference(rows: Sequence[Row], rank: int, modules: Sequence[str]) -> None:
+    """Raise an error since the ranks met for different things; return if ``rank`` refused the step itself."""
+    if any(row.action is not Action.COMMIT for row in rows):
+        said = [row.words(modules) for row in rows]
+        if len(set(said)) == 1:
+            said = [row.words(modules, window=True) for row in rows]
+        if len(set(said)) == 1:
+            raise RankError(f"all ranks are {said[0]}, but of different parameters; {ADVICE}")
+        told = ", ".join(f"rank {other} is {each}" for other, each in enumerate(said))
+        raise RankError(f"the ranks do different things: {told}; {ADVICE}")
+    refusing = [other for other, row in enumerate(rows) if row.number == REFUSED]
+    if not refusing:
+        raise RankError(
+            "the ranks are about to step differently: other parameters, learning rates, options or "
+            "clipping; give every rank's optimizer the same groups, schedule and settings"
+        )
+    if rank not in refusing:
+        raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
