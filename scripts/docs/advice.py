@@ -151,6 +151,7 @@ SECTIONS = (
             "optim/core.py: the optimizer has no",
             "optim/core.py: optimizer got",
             "optim/other_words.py",
+            "optim/own_step.py",
             "engine/client.py",
             "optim/family.py",
             "optim/tiled_optimizer.py",

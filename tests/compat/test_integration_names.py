@@ -97,16 +97,3 @@ def test_an_engine_without_an_optimizer_evaluates() -> None:
     with pytest.raises(LongshoreError, match="without an optimizer"):
         engine.step()
     engine.destroy()
-
-
-def test_optimizers_that_accelerate_would_replace_by_adam() -> None:
-    def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """As Accelerate's, which needs an installed package of that name."""
-        decoupled = isinstance(optimizer, torch.optim.AdamW)
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled)
-
-    parameters = [nn.Parameter(torch.ones(4))]
-    for kind in (torch.optim.AdamW, torch.optim.Adam):
-        map_pytorch_optim_to_deepspeed(kind(parameters))
-    with pytest.raises(ValueError, match=r"replaces SGD by DeepSpeed's Adam.*zero_force_ds_cpu_optimizer"):
-        map_pytorch_optim_to_deepspeed(torch.optim.SGD(parameters, lr=0.1))

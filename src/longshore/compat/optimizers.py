@@ -18,7 +18,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from longshore.optim import Adagrad, Adam, Lion
+from longshore.optim.other_name import IN_PLACE_OF
 from longshore.optim.other_words import is_accelerates_mapping
+from longshore.optim.own_step import check_no_own_step, steps_as
 
 
 class _TorchStep:
@@ -73,10 +75,10 @@ class DeepSpeedCPUAdam(_TorchAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _check_options("DeepSpeedCPUAdam", fp32_optimizer_states=fp32_optimizer_states)
-        if not adamw_mode:
-            _check_replaced(sys._getframe(1))
+        replaced = _Replaced(sys._getframe(1), "Adam", torch.optim.Adam, torch.optim.AdamW, also=adamw_mode)
         options = (lr, betas, eps, weight_decay, amsgrad)
         super().__init__(model_params, *options, decoupled=adamw_mode, bias_correction=bias_correction)
+        replaced.hand_over(self)
 
 
 class FusedAdam(_TorchAdam):
@@ -118,7 +120,9 @@ class DeepSpeedCPUAdagrad(_TorchStep, torch.optim.Adagrad):
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad: there is no amsgrad for Adagrad; leave it out")
         _check_options("DeepSpeedCPUAdagrad", fp32_optimizer_states=fp32_optimizer_states)
+        replaced = _Replaced(sys._getframe(1), "Adagrad", torch.optim.Adagrad, also=True)
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+        replaced.hand_over(self)
 
 
 class DeepSpeedCPULion(Lion):
@@ -165,12 +169,43 @@ def _check_options(name: str, **options: bool) -> None:
             raise ValueError(f"{name}: {why[option]}; leave {option} out")
 
 
-def _check_replaced(caller: FrameType) -> None:
-    """Raise ValueError if Accelerate puts Adam in the place of an optimizer that is none, as it does with offload."""
-    replaced = caller.f_locals.get("optimizer")
-    if is_accelerates_mapping(caller) and not isinstance(replaced, torch.optim.Adam):
-        raise ValueError(
-            f"Accelerate replaces {type(replaced).__name__} by DeepSpeed's Adam, which steps differently, because the "
-            'file has offload_optimizer: set "zero_force_ds_cpu_optimizer" to false in it to keep the optimizer, or '
-            "train with AdamW"
-        )
+class _Replaced:
+    """The optimizer, if there is one, in whose place Accelerate makes this one, as it does with offload in the file.
+
+    It knows torch's Adam, AdamW and Adagrad, their subclasses, and 32-bit optimizers of bitsandbytes, and makes Adam of
+    every other.
+    """
+
+    def __init__(self, caller: FrameType, name: str, *bases: type, also: bool = False) -> None:
+        """Check it; ``bases`` are the classes of torch that step as DeepSpeed's ``name``.
+
+        Raises:
+            ValueError: it steps otherwise; it would be replaced by an optimizer with other results.
+        """
+        self.optimizer: Any = caller.f_locals.get("optimizer") if is_accelerates_mapping(caller) else None
+        if self.optimizer is None:
+            return
+        kind = type(self.optimizer)
+        if also and kind.__module__.partition(".")[0] == "bitsandbytes":
+            return
+        if not any(steps_as(kind, base) for base in bases):
+            if kind is getattr(torch.optim, kind.__name__, None):
+                raise ValueError(
+                    f"Accelerate replaces {kind.__name__} by DeepSpeed's {name}, which steps differently, because the "
+                    'file has offload_optimizer: set "zero_force_ds_cpu_optimizer" to false in it to keep the '
+                    f"optimizer, or train with {bases[-1].__name__}"
+                )
+            raise ValueError(
+                f"Accelerate replaces {kind.__name__}, which has a step of its own, by DeepSpeed's {name}, because the "
+                f"file has offload_optimizer: train with torch.optim.{bases[-1].__name__} itself"
+            )
+        check_no_own_step(self.optimizer)
+
+    def hand_over(self, made: Any) -> None:
+        """Give ``made`` the state that there is already, and make what is done to the optimizer later count."""
+        if self.optimizer is not None:
+            # For groups that are added later; Accelerate passes on the rate and the decay only.
+            defaults = self.optimizer.defaults
+            made.defaults.update((name, defaults[name]) for name in made.defaults.keys() & defaults.keys())
+            made.state.update(self.optimizer.state)
+            vars(made)[IN_PLACE_OF] = self.optimizer

@@ -14,7 +14,8 @@ import torch
 
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
-from longshore.optim.other_name import TAKEN_BY, stands_for
+from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for
+from longshore.optim.own_step import check_no_own_step
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
@@ -75,6 +76,7 @@ def converted(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     optimizer = stands_for(optimizer)
+    check_no_own_step(optimizer)
     client = type(optimizer)
     native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
     kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
@@ -160,8 +162,8 @@ def take_over(client: torch.optim.Optimizer | None, made: TiledOptimizer) -> Non
         hooks.update(vars(made)[name])
         vars(made)[name] = hooks
     before = vars(client).pop(TAKEN_BY, None)
-    if before is not None:
-        take_over(before, made)  # who has that one has the new one, too
+    for other in (before, vars(client).pop(IN_PLACE_OF, None)):
+        take_over(other, made)  # who has that one has the new one, too
     vars(client).pop("state", {}).clear()  # somebody may have it, and would read or edit what is not the state any more
     vars(client).pop("step", None)  # a scheduler puts a function there, which would step
     vars(client)[TAKEN_BY] = made
