@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from checkpoint.deepspeed_cases import DATA, check_state
 from checkpoint.write_deepspeed_data import CASES, Model, config_of, groups_of
 from safetensors.torch import load_file
+from support import PlainLoop
 from torch import nn
+from transformers import TrainerState, get_constant_schedule
 
 import longshore
 import longshore.compat.deepspeed as deepspeed
+from compat.test_routes import AUTO, SCRIPTS, assert_same, run_deepspeed
 from longshore.checkpoint.deepspeed import import_deepspeed
 from longshore.errors import CheckpointError
 
@@ -112,3 +116,71 @@ def test_the_import_fits_the_optimizer(case: str, optimizer: str, fits: bool, tm
                 engine.load_checkpoint(tmp_path)
     finally:
         engine.destroy()
+
+
+# -- the Trainers on two ranks -----------------------------------------------------------------------------------------
+
+
+def goes_on(case: str, steps: int) -> dict[str, torch.Tensor]:
+    """The masters of a plain loop on the mean of two ranks' gradients, from what DeepSpeed says that it saved."""
+    expected = load_file(DATA / case / "expected.safetensors")
+    model = Model()
+    whole = {name: expected[f"{name} weight"] for name, _ in model.named_parameters()}
+    if CASES[case].get("dtype") == "bf16":
+        model.bfloat16()
+    model.load_state_dict(whole, strict=False)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    plain = PlainLoop(groups_of(model), **config_of({"stage": 0})["optimizer"]["params"])
+    for parameter, master in zip(plain.parameters, plain.masters, strict=True):
+        name, state = names[parameter], plain.optimizer.state[master]
+        with torch.no_grad():
+            master.copy_(plain._padded(expected[f"{name} master"]))
+        state["step"] = expected["step"].float()
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = plain._padded(expected[f"{name} {key}"])
+    first = int(expected["step"])
+    for step in range(first, first + steps):
+        sums = [torch.zeros(parameter.shape) for parameter in plain.parameters]
+        for rank in range(2):
+            model.zero_grad()
+            samples = [4 * step + 2 * rank + each for each in range(2)]
+            words = [torch.randint(7, (4,), generator=torch.Generator().manual_seed(each)) for each in samples]
+            model(torch.stack(words)).backward()
+            for total, parameter in zip(sums, plain.parameters, strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad.float()
+        plain.step(sums, 0.5)
+    return {
+        names[parameter]: master.detach()[: parameter.numel()].view(parameter.shape)
+        for parameter, master in zip(plain.parameters, plain.masters, strict=True)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:left out of the import")
+@pytest.mark.parametrize("kind", ["transformers", "longshore"])
+@pytest.mark.parametrize(
+    "case, stage",
+    [
+        pytest.param("stage2_fp32_offload_two_ranks", 2, marks=pytest.mark.slow),
+        pytest.param("stage2_fp32_offload_two_ranks", 3, marks=pytest.mark.full),
+        pytest.param("stage3_bf16_offload_two_ranks", 3, marks=pytest.mark.full),
+    ],
+)
+def test_a_trainer_on_two_ranks_goes_on_from_the_imported_folder(
+    case: str, stage: int, kind: str, tmp_path: Path
+) -> None:
+    folder, out, file = tmp_path / "checkpoint-3", tmp_path / "out", tmp_path / "ds.json"
+    import_deepspeed(DATA / case, folder)
+    TrainerState(global_step=3, max_steps=6, train_batch_size=2).save_to_json(str(folder / "trainer_state.json"))
+    schedule = get_constant_schedule(torch.optim.AdamW(groups_of(Model()), lr=2e-3))
+    torch.save({**schedule.state_dict(), "last_epoch": 3}, folder / "scheduler.pt")
+    bf16 = CASES[case].get("dtype") == "bf16"
+    content = {**AUTO, "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    file.write_text(json.dumps({**content, "bf16": {"enabled": "auto"}}))
+    out.mkdir()
+    script = str(SCRIPTS / "resumed.py")
+    run_deepspeed(script, kind, str(folder), str(file), str(out), *(["--bf16"] if bf16 else []), ranks=2)
+    found, expected = torch.load(out / "masters.pt"), goes_on(case, 3)
+    assert_same(found, expected)
+    before = load_file(DATA / case / "expected.safetensors")
+    assert all(not torch.equal(each, before[f"{name} master"]) for name, each in found.items())

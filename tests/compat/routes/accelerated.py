@@ -61,8 +61,8 @@ assert uses_deepspeed == (accelerator.distributed_type == "DEEPSPEED")
 set_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 data = TensorDataset(torch.randn(64, 16), torch.randn(64, 16))
-# Two ranks shuffle otherwise than the one process that stands for them.
-loader = DataLoader(data, batch_size=4, shuffle=not args.bf16)
+# Two ranks shuffle otherwise than the one process that stands for them, and from a generator that no folder holds.
+loader = DataLoader(data, batch_size=4, shuffle=not (args.bf16 or args.state or args.load))
 
 
 # Accelerate steps a schedule once for each process, but one that is made through a DummyScheduler once for all.
