@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from support import PlainLoop, whole
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import longshore
-from engine.failure_cases import backward, check_trains_on, explode, make_engine, raised_by
-from engine.scenarios import HEADS, inputs
+from engine.failure_cases import OPTIONS, backward, check_trains_on, explode, make_engine, raised_by
+from engine.scenarios import HEADS, inputs, make_model
 
 
 def called_on_one_rank(stage: int, what: str, before: str) -> str:
@@ -127,6 +129,66 @@ def discarded_together(stage: int, failing: int, backwards: int, rounds: int, wh
     check_trains_on(engine, stage, rank, range(3))
     engine.optimizer.close()
     return said
+
+
+def fail_in_turn(stage: int, in_forward: bool, replicas: bool) -> str:
+    """Rank 0 fails, and both ranks discard the window; rank 1 fails in the next one, and rank 0 goes on to ``step()``:
+    what that says. Then they train.
+
+    ``replicas``: each rank has all parameters and gathers alone, at stage 3.
+    """
+    rank = dist.get_rank()
+    engine = make_replicas() if replicas else make_engine(stage, gradient_accumulation_steps=2)
+    if rank == 0:
+        raised_by(lambda: explode(engine, 0, rank, in_forward=in_forward))
+    else:
+        loss = engine(inputs(0, 0, rank, torch.float32), HEADS)
+        if not in_forward:
+            engine.backward(loss)
+    dist.barrier()  # as a script that asks all ranks whether one failed
+    engine.zero_grad()
+
+    def fail_or_step() -> None:
+        if rank == 1:
+            explode(engine, 0, rank, in_forward=in_forward)
+        for _ in range(2):
+            backward(engine, 0, rank)
+            engine.step()
+
+    said = raised_by(fail_or_step)
+    engine.zero_grad()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
+def make_replicas() -> Any:
+    """An engine at stage 3 whose ranks have all parameters each."""
+    model = make_model(torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+    settings: dict[str, Any] = {"optimizer": {"type": "AdamW", **OPTIONS}, "gradient_accumulation_steps": 2}
+    config = longshore.Config(stage=3, **settings)
+    return longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
+
+
+def replicas_discard_together() -> None:
+    """Rank 0 fails while rank 1 has done one backward more; both discard the window, and meet in the script."""
+    rank = dist.get_rank()
+    engine = make_replicas()
+    if rank == 0:
+        raised_by(lambda: explode(engine, 0, rank))
+    else:
+        for _ in range(2):
+            backward(engine, 0, rank)
+    dist.barrier()  # as a script that asks all ranks whether one failed
+    engine.zero_grad()
+    dist.barrier()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, 3, rank, range(3))
+    engine.optimizer.close()
 
 
 def fails_after_a_discarded_window(stage: int) -> str:

@@ -82,3 +82,18 @@ def test_a_window_that_fails_after_one_that_all_ranks_discarded(stage: int, two_
     first, second = two_ranks(cases.fails_after_a_discarded_window, stage)
     assert first.startswith("RuntimeError")
     assert second == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
+
+
+@pytest.mark.parametrize(
+    "stage, in_forward, replicas",
+    [(0, False, False), (1, False, False), (2, False, False), (3, False, False), (3, True, False), (3, True, True)],
+)
+def test_ranks_that_fail_in_turn(stage: int, in_forward: bool, replicas: bool, two_ranks: Ranks) -> None:
+    """The second does not know yet that the first gave up a window, which both have discarded."""
+    first, second = two_ranks(cases.fail_in_turn, stage, in_forward, replicas)
+    assert first == "GradientError: rank 1 failed in this window and discarded it; call zero_grad() and go on"
+    assert second == "RuntimeError: exploded on purpose"
+
+
+def test_replicas_that_discard_a_failed_window(two_ranks: Ranks) -> None:
+    two_ranks(cases.replicas_discard_together)

@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "a rank that discarded the same window is left behind",
         "sharding/collective_thread.py",
-        "if action is not Action.TELL and behind > 0 and discarded:",
+        "if action is not Action.TELL and gave_up and behind >= 0 and discarded:",
         "if False:",
         (ONE_SIDED,),
     ),
@@ -28,6 +28,27 @@ MUTANTS = [
         "sharding/collective_thread.py",
         "discarded = all(rows[rank].discards < own.discards for rank in gave_up)",
         "discarded = own.discards > 0",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "a rank that leaves does not look whether another one left before",
+        "sharding/collective_thread.py",
+        "                if behind <= 0:\n",
+        "                if True:\n",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "where all ranks gather, windows are counted apart for gathers and for gradients",
+        "sharding/fully_sharded.py",
+        "            collectives.uncounted = self._gathers.uncounted\n",
+        "            pass\n",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "other replicas hear of a discarded window at the next meeting",
+        "sharding/fully_sharded.py",
+        "        if self._gathers_with_all:\n            self.collectives.give_up()",
+        "        if self.averaging_collectives is self.collectives:\n            self.collectives.give_up()",
         (ONE_SIDED,),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action
-from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, explain_difference
+from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, explain_difference
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 from longshore.sharding.unfinished import let_go, wait_for, wait_on_stream
 from longshore.tiles import Recorder, Worker, debugging
@@ -61,6 +61,7 @@ class CollectiveThread:
             that.
         discards: how many windows this rank discarded; after a meeting for the same, as many as any rank did.
         notes: the note that each rank added in the last meeting, by rank.
+        uncounted: may be that of another thread, if the same ranks meet there.
     """
 
     def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
@@ -87,8 +88,7 @@ class CollectiveThread:
         self._said = ""
         """What that meeting said."""
         self.discards = 0
-        self._ahead = 0
-        """How many windows this rank discarded and did not count: others gave them up, and it learned that later."""
+        self.uncounted = Uncounted()
         self._left = False
         """Whether the last meeting that another rank left ended this rank's window, too."""
         # These change with each meeting. The first is also read by the thread that waits for a job.
@@ -207,7 +207,7 @@ class CollectiveThread:
         """Come to a meeting without waiting, which :meth:`finish` does; one meeting at a time. See :meth:`meet`."""
         if action in (Action.BACKWARD, Action.CLOSE) and window < self.given_up:
             raise GradientError(self._said)  # it was told at a backward before this one in the queue
-        window += 0 if action is Action.TELL else self._ahead
+        window += 0 if action is Action.TELL else self.uncounted.windows
         row = Row(action, number, window, self.discards if discards is None else discards, note=note)
         meeting = Meeting(row, row.words(self._modules, window=True))
         self._come(meeting)
@@ -231,13 +231,24 @@ class CollectiveThread:
                 with self._communicating():
                     self._wait(meeting.work, self._closing if action is Action.LEAVE else None)
                 meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
-                if action is Action.LEAVE:
+                if action is Action.LEAVE and self._closing.is_set():
                     return True
                 numbers = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
             finally:
                 self._meeting = None
-            self._last_met = meeting.doing
             rows = [Row.received(each) for each in numbers]
+            if action is Action.LEAVE:
+                # A rank that left a window which this one had discarded by then heard nothing of the one that this
+                # rank leaves now: it goes on in that one, unless it is told again.
+                before = [row.window for row in rows if row.action is action and row.discards < own.discards]
+                behind = max(before, default=0) - (own.window - 1)
+                if behind <= 0:
+                    return True
+                self.uncounted.windows += behind
+                own.window += behind
+                self._come(meeting)
+                continue
+            self._last_met = meeting.doing
             self.notes = [row.note for row in rows]
             left = [rank for rank, row in enumerate(rows) if row.action is Action.LEAVE]
             gave_up = left or [rank for rank, row in enumerate(rows) if row.gave_up]
@@ -247,9 +258,9 @@ class CollectiveThread:
                 return True
             behind = max((rows[rank].window for rank in gave_up), default=0) - own.window
             discarded = all(rows[rank].discards < own.discards for rank in gave_up)
-            if action is not Action.TELL and behind > 0 and discarded:
+            if action is not Action.TELL and gave_up and behind >= 0 and discarded:
                 # This rank discarded the same windows; where a script does that on all ranks, nobody is left behind.
-                self._ahead += behind
+                self.uncounted.windows += behind
                 own.window += behind
                 self._come(meeting)
                 continue
@@ -263,7 +274,7 @@ class CollectiveThread:
                     return False
             elif left or not own.gave_up:
                 self._left = bool(left)
-                self.given_up = max(rows[rank].window for rank in gave_up) - self._ahead
+                self.given_up = max(rows[rank].window for rank in gave_up) - self.uncounted.windows
                 self._said = f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 raise GradientError(self._said)
             # The ranks at other actions have been told, and come to this meeting next.

@@ -57,6 +57,10 @@ class FullySharded(Ownership):
             group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
             self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1)
         self._gathers = GatherMeetings(model.shard_group, collectives.device, model.module_names, self.window)
+        self._gathers_with_all = model.grid.shards == collectives.world_size
+        if self._gathers_with_all:
+            # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
+            collectives.uncounted = self._gathers.uncounted
         model.gather_by(lambda number: ModuleGather(self._gathers, number))
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
@@ -156,11 +160,12 @@ class FullySharded(Ownership):
 
     def _tell_others(self) -> None:
         """Tell ranks that gather apart from this one that the window was given up, once: after the rounds under way."""
-        if self.averaging_collectives is self.collectives:
-            self.collectives.give_up()  # other replicas are told when this rank meets them next
+        if self._gathers_with_all:
+            self.collectives.give_up()  # all ranks gather together, and are told there
             return
-        # With tensor parallelism that would be too late: this rank waits for them in its next forward, and they for
-        # this one in step(). Each rank comes to one meeting to tell, or is told in it.
+        # The next meeting would be too late: with tensor parallelism, this rank waits for the others in its next
+        # forward, and they for this one in step(); other replicas may wait for this rank in zero_grad(), and this one
+        # for them in a collective of the script. Each rank comes to one meeting to tell, or is told in it.
         number, collectives = self.window.number, self.collectives
         if number != self._left_at:
             self._left_at = number
@@ -198,12 +203,14 @@ class GatherMeetings:
 
     Attributes:
         shared: memory for gathered parameters.
+        uncounted: as in :class:`CollectiveThread`.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
         # Meetings go over gloo: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
         self._collectives = CollectiveThread(twin, torch.device("cpu"), limit_bytes=1, modules=names)
+        self.uncounted = self._collectives.uncounted
         self._window = window
         self._underway: GatherWork | None = None
         self.shared = SharedMemory(self._collectives.rank, self._collectives.rows)

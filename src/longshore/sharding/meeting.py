@@ -63,6 +63,13 @@ class Row:
 
 
 @dataclass(eq=False)
+class Uncounted:
+    """How many windows this rank discarded and did not count: others gave them up, and it learned that later."""
+
+    windows: int = 0
+
+
+@dataclass(eq=False)
 class Meeting:
     """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages."""
 

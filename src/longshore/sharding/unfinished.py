@@ -39,7 +39,10 @@ def wait_for(work: Any, unless: threading.Event | None = None) -> None:
 
 
 def wait_on_stream(work: Any, unless: threading.Event | None = None) -> None:
-    """Let the current stream of a device wait for a collective; this does not block, whatever ``unless`` is."""
+    """Let the current stream of a device wait for a collective. This does not block, except with ``unless``: see
+    :func:`wait_for`."""
+    while unless is not None and not (unless.is_set() or work.is_completed()):
+        time.sleep(_POLL_S)
     work.wait()
 
 
