@@ -93,3 +93,20 @@ def test_bias_correction_is_on_where_a_state_does_not_say(kind: str) -> None:
     on = make([parameter])
     on.load_state_dict(with_it)
     assert on.param_groups[0]["bias_correction"] is False
+
+
+def test_what_was_loaded_is_kept_once_and_can_be_saved_again() -> None:
+    """torch names parameters in what it loads; these names are not entries of the user's own."""
+
+    def make() -> tuple[torch.nn.Linear, longshore.AdamW]:
+        model = torch.nn.Linear(4, 2)
+        return model, longshore.AdamW(model.parameters())
+
+    model, optimizer = make()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    values, state = get_state_dict(model, optimizer)
+    model, optimizer = make()
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+    assert list(optimizer.state_dict()["state"]) == [0, 1]
+    assert list(get_state_dict(model, optimizer)[1]["state"]) == ["weight", "bias"]

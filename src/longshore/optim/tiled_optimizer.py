@@ -286,7 +286,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         core, groups = optimizer._core, optimizer.param_groups
         records = [record for group in groups for record in core.records_of(group)]
         optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
-        others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        # torch.distributed.checkpoint names parameters by strings, in their groups too: those are not the user's own.
+        named = {key for group in state_dict["param_groups"] for key in group["params"]}
+        others = {key: each for key, each in state_dict["state"].items() if not (isinstance(key, int) or key in named)}
         optimizer._others = others
         return {**state_dict, "state": {}}
 
