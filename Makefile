@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 DOCS := $(VENV)/.docs
+SIMULATED := build/simulated_device/_simulated_device.so
 NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
 SANITIZERS := address,undefined thread
 # Three processes for two cores: ranks often wait for each other. Each takes a third of the tests in the order of
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo test test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
+.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
 
 setup: $(SETUP)
 
@@ -26,6 +27,16 @@ demo: $(SETUP)
 
 test: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+# Tests in processes whose accelerator is the simulated one.
+test-device: $(SETUP) $(SIMULATED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "simulated and not slow" --simulated-device
+
+# It compiles in about two minutes of one core.
+simulated-device: $(SIMULATED)
+
+$(SIMULATED): $(SETUP) $(wildcard tests/simulated_device/native/*)
+	PYTHONPATH=tests $(BIN)/python -m simulated_device
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full"

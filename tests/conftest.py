@@ -4,6 +4,7 @@ import gc
 import signal
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,21 @@ from ranks import Ranks
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=1000, help="random schedules of the chaos suite")
     parser.addoption("--first-seed", type=int, default=1_000_000, help="of the chaos suite")
+    parser.addoption("--simulated-device", action="store_true", help="the simulated accelerator is this process's")
     parser.addoption("--third-of", metavar="TEXT", help="a third of the tests; which ones, follows from the text")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--simulated-device"):
+        import simulated_device
+
+        simulated_device.register()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of the simulated accelerator need processes whose accelerator it is."""
+    simulated = "simulated_device" in collection_path.parts
+    return True if simulated and not config.getoption("--simulated-device") else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

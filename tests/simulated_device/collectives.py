@@ -1,0 +1,140 @@
+"""``simccl``: collectives of simulated devices, on streams of the group's own as nccl's are; gloo moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simulated_device.registration import NAME, native
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+class Work:
+    """Handle of a collective on a stream. As with nccl, waiting for it lets the current stream wait, not the host."""
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def is_success(self) -> bool:
+        return True
+
+
+class SimulatedCollectives(dist.ProcessGroup):
+    """Process group of simulated devices."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
+        self._world_size = size
+        self._names: dict[str, str] = {}
+
+    def _on_stream(
+        self, tensors: Sequence[Tensor], call: Callable[[Callable[[Tensor], Tensor]], Any], kind: str
+    ) -> Any:
+        """Put a collective on its stream, after what is on the current one. ``call`` gets a function that returns each
+        tensor as gloo can use it."""
+        device = tensors[0].device
+        if device.type == "cpu":
+            return call(lambda tensor: tensor)
+        assert all(each.device == device and each.is_contiguous() for each in tensors)
+        if (device, kind) not in self._streams:
+            self._streams[device, kind] = torch.Stream(device)
+        stream = self._streams[device, kind]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        memory = {id(each): native().for_kernels(each.detach()) for each in tensors}
+        for each in tensors:
+            each.record_stream(stream)
+        native().call_on_stream(device.index, stream.stream_id, lambda: call(lambda tensor: memory[id(tensor)]).wait())
+        return Work(stream.record_event(), device)
+
+    def _together(self, tensors: Sequence[Tensor], call: Callable[[Callable[[Tensor], Tensor]], Any]) -> Any:
+        return self._on_stream(tensors, call, "collective")
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = tensors if isinstance(tensors, list) else [tensors]
+        options = opts or _c10d.AllreduceOptions()
+        return self._together(tensors, lambda at: self._gloo.allreduce([at(each) for each in tensors], options))
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        return self._together(tensors, lambda at: self._gloo.broadcast([at(each) for each in tensors], opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        def call(at: Callable[[Tensor], Tensor]) -> Any:
+            received = [[at(each) for each in outputs[0]]]
+            return self._gloo.allgather(received, [at(each) for each in inputs], _c10d.AllgatherOptions())
+
+        return self._together([*inputs, *outputs[0]], call)
+
+    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> Any:
+        def call(at: Callable[[Tensor], Tensor]) -> Any:
+            received = list(at(output).view(-1).chunk(self._world_size))
+            return self._gloo.allgather([received], [at(part).reshape(-1)], _c10d.AllgatherOptions())
+
+        return self._together([output, part], call)
+
+    _allgather_base = all_gather_single
+
+    def all_to_all_single(self, output: Tensor, source: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
+        def call(at: Callable[[Tensor], Tensor]) -> Any:
+            return self._gloo.alltoall_base(at(output), at(source), received, sent, _c10d.AllToAllOptions())
+
+        return self._together([output, source], call)
+
+    alltoall_base = all_to_all_single
+
+    # Messages to and from each rank have streams of their own: with one, two ranks that send first would wait for ever.
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        return self._on_stream(
+            tensors, lambda at: self._gloo.send([at(each) for each in tensors], to, tag), f"send to {to}"
+        )
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        return self._on_stream(
+            tensors, lambda at: self._gloo.recv([at(each) for each in tensors], source, tag), f"receive from {source}"
+        )
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier(_c10d.BarrierOptions())
+
+    # torch asks a process group that Python defines for these.
+
+    def getBackendName(self) -> str:
+        return "simccl"
+
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, name: str) -> None:
+        self._names["description"] = name
+
+    @property
+    def group_name(self) -> str:
+        return self._names["name"]
+
+    @property
+    def group_desc(self) -> str:
+        return self._names["description"]
+
+
+def register() -> None:
+    """Make ``simccl`` known to ``torch.distributed``, for simulated devices and the CPU."""
+    dist.Backend.register_backend("simccl", SimulatedCollectives, devices=[NAME, "cpu"])
