@@ -30,7 +30,7 @@ test: $(SETUP)
 
 # Tests in processes whose accelerator is the simulated one.
 test-device: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "simulated and not slow" --simulated-device
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" --simulated-device tests/simulated_device tests/transfer tests/tiles
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)

@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [zlib.crc32(f"{text} {item.nodeid}".encode()) % 3 == 0 for item in items]
         config.hook.pytest_deselected(items=[item for item, taken in zip(items, chosen, strict=True) if not taken])
         items[:] = [item for item, taken in zip(items, chosen, strict=True) if taken]
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    skip = pytest.mark.skip(reason="needs an accelerator")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)

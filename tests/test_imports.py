@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 
 LEVELS = [
-    {"errors", "byte_sizes", "layout", "machine"},
+    {"errors", "accelerator", "byte_sizes", "layout", "machine"},
     {"kernels", "transfer"},
     {"tiles"},
     {"optim"},
@@ -122,17 +122,17 @@ def test_the_public_face_imports_neither_the_command_line_nor_other_peoples_shap
 
 
 @pytest.mark.parametrize("file", FILES, ids=identity)
-def test_only_the_cuda_transfer_names_a_stream(file: Path) -> None:
+def test_only_transfers_name_streams(file: Path) -> None:
     words = ("stream", "event")
     found = {
         name
         for name in names_of(parsed(file))
-        if name.startswith(("torch.cuda.", "torch.Stream", "torch.Event"))
+        if name.startswith(("torch.cuda.", "torch.accelerator.", "torch.Stream", "torch.Event"))
         and any(word in name.lower() for word in words)
     }
-    if file == SOURCE / "transfer" / "cuda.py":
-        assert {"torch.cuda.Stream", "torch.cuda.Event"} <= found  # the search finds what there is
-    else:
+    if file == SOURCE / "transfer" / "device.py":
+        assert {"torch.Stream", "torch.accelerator.current_stream"} <= found  # the search finds what there is
+    elif file != SOURCE / "accelerator.py":
         assert found == set()
 
 

@@ -15,7 +15,7 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
 from longshore.tiles import MASTER, BackendSettings, TileStore
-from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer
+from longshore.transfer import DeviceTransfer, DirectTransfer, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
@@ -157,8 +157,8 @@ def test_other_places_are_refused(device_name: Any) -> None:
 
 
 def test_a_transfer_that_would_have_nothing_to_copy_is_refused() -> None:
-    transfer = CudaTransfer.__new__(CudaTransfer)
-    with pytest.raises(ValueError, match="device='none' copies nothing, and a CudaTransfer was given"):
+    transfer = DeviceTransfer.__new__(DeviceTransfer)
+    with pytest.raises(ValueError, match="device='none' copies nothing, and a DeviceTransfer was given"):
         Offload(device="none", transfer=transfer)
     assert Offload(transfer=transfer).transfer is transfer
 

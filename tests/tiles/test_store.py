@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import current_device, device_type
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
@@ -22,7 +23,7 @@ from longshore.layout import align
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
 from longshore.tiles.events import PIPELINE_DEPTH
-from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer, Transfer
+from longshore.transfer import DeviceTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
 BF16 = torch.bfloat16
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -53,7 +54,7 @@ class Training:
         self.store = TileStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
-        self.device = "cuda" if isinstance(transfer, CudaTransfer) else "cpu"
+        self.device = device_type() if isinstance(transfer, DeviceTransfer) else "cpu"
         self.numels = list(numels)
         values = [torch.randn(numel).to(dtype) for numel, dtype in zip(numels, self.dtypes, strict=True)]
         self.parameters = [value.to(self.device, copy=True) for value in values]
@@ -135,14 +136,14 @@ def all_parameters(training: Training, arrivals: int = 1) -> dict[int, int]:
     return dict.fromkeys(range(len(training.numels)), arrivals)
 
 
-def cuda() -> Transfer:
-    return CudaTransfer(torch.device("cuda", torch.cuda.current_device()), in_flight_bytes=512)
+def device() -> Transfer:
+    return DeviceTransfer(current_device(), in_flight_bytes=512)
 
 
 TRANSFERS = [
     pytest.param(DirectTransfer, id="direct"),
     *(pytest.param(lambda seed=seed: SimulatedTransfer(seed, 0.001), id=f"simulated-{seed}") for seed in range(3)),
-    pytest.param(cuda, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(device, id="device", marks=pytest.mark.gpu),
 ]
 STAGED = TRANSFERS[1:]
 

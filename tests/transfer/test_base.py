@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import device_type
 
-from longshore.transfer import CopyHandle, CudaTransfer, DirectTransfer, FinishedCopy, transfer_for
+from longshore.transfer import CopyHandle, DeviceTransfer, DirectTransfer, FinishedCopy, transfer_for
 from longshore.transfer.base import CopyStream
 
 
@@ -102,10 +103,10 @@ def test_a_finished_copy() -> None:
 
 def test_the_device_chooses_the_transfer() -> None:
     assert isinstance(transfer_for(torch.device("cpu")), DirectTransfer)
-    with pytest.raises(ValueError, match="cpu and cuda devices, not on meta"):
+    with pytest.raises(ValueError, match="on the CPU and on torch's accelerator, not on meta"):
         transfer_for(torch.device("meta"))
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_gets_streams() -> None:
-    assert isinstance(transfer_for(torch.device("cuda")), CudaTransfer)
+def test_an_accelerator_gets_streams() -> None:
+    assert isinstance(transfer_for(torch.device(device_type())), DeviceTransfer)

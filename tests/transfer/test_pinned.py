@@ -77,13 +77,13 @@ def test_torchs_allocator_is_used_where_the_driver_pins_nothing_that_exists(
 ) -> None:
     runtime.fails = True
     asked = []
-    empty = torch.empty
+    zeros = torch.zeros
 
     def recorded(*size: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
         asked.append((*size, pin_memory))
-        return empty(*size, **options)
+        return zeros(*size, **options)
 
-    monkeypatch.setattr("longshore.transfer.pinned.torch", types.SimpleNamespace(**{**vars(torch), "empty": recorded}))
+    monkeypatch.setattr("longshore.transfer.pinned.torch", types.SimpleNamespace(**{**vars(torch), "zeros": recorded}))
     assert allocate_pinned(1000).shape == (1000,)
     gc.collect()
     assert asked == [(1000, True)] and runtime.pinned == {}

@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import flat, held_part
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
-from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
+from longshore.transfer import DirectTransfer, ResidentTransfer, SimulatedTransfer, Transfer, transfer_for
 
 
 def default_tile_numel(staged: bool) -> int:
@@ -125,7 +126,7 @@ class Offload(StoreFactory):
     def transfer_to(self, device: torch.device) -> Transfer:
         """Return the transfer between the state and parameters on ``device``."""
         if self.device == "none":
-            return CudaResidentTransfer(device) if device.type == "cuda" else DirectTransfer()
+            return ResidentTransfer(device) if is_accelerator(device) else DirectTransfer()
         return self.transfer or transfer_for(device)
 
     def kernels_for(self, device: torch.device) -> Kernels:

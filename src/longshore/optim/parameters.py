@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
@@ -192,9 +193,10 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None, s
         raise ValueError(f"parameter {name} is a negated view; use .resolve_neg()")
     if parameter.is_inference():
         raise ValueError(f"parameter {name} was made in inference mode and cannot be trained; clone it outside")
-    if parameter.device.type not in ("cpu", "cuda"):
+    if parameter.device.type != "cpu" and not is_accelerator(parameter.device):
         raise ValueError(
-            f"parameter {name} is on {parameter.device}; longshore trains parameters on cpu and cuda devices "
+            f"parameter {name} is on {parameter.device}; longshore trains parameters on the CPU and on torch's "
+            "accelerator "
             "(build the optimizer after the model has its weights)"
         )
     if device is not None and parameter.device != device:

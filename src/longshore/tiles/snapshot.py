@@ -106,9 +106,9 @@ class Snapshots:
         if self._pending_reads:
             raise LongshoreError("another checkpoint of this optimizer is still being written: wait for it first")
         self.active = True
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the reader is on another stream
-            memory_bytes = torch.cuda.mem_get_info(self._device)[0] // _PART_OF_DEVICE
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # the reader is on another stream
+            memory_bytes = torch.get_device_module(self._device).mem_get_info(self._device)[0] // _PART_OF_DEVICE
         self._most_bytes = self._buffers.allocated_bytes + memory_bytes
 
     @contextmanager

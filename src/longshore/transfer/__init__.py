@@ -1,19 +1,20 @@
-"""Transfers, which copy bytes between device and host: ``direct``, ``cuda``, ``simulated``."""
+"""Transfers, which copy bytes between device and host: ``base``, ``device``, ``simulated``."""
 
 from __future__ import annotations
 
 import torch
 
+from longshore.accelerator import is_accelerator
 from longshore.transfer.base import CopyHandle, DirectTransfer, FinishedCopy, Transfer
-from longshore.transfer.cuda import CudaResidentTransfer, CudaTransfer
+from longshore.transfer.device import DeviceTransfer, ResidentTransfer
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
     "CopyHandle",
-    "CudaResidentTransfer",
-    "CudaTransfer",
+    "DeviceTransfer",
     "DirectTransfer",
     "FinishedCopy",
+    "ResidentTransfer",
     "SimulatedTransfer",
     "Transfer",
     "transfer_for",
@@ -28,6 +29,6 @@ def transfer_for(device: torch.device) -> Transfer:
     """
     if device.type == "cpu":
         return DirectTransfer()
-    if device.type == "cuda":
-        return CudaTransfer(device)
-    raise ValueError(f"longshore trains parameters on cpu and cuda devices, not on {device}")
+    if is_accelerator(device):
+        return DeviceTransfer(device)
+    raise ValueError(f"longshore trains parameters on the CPU and on torch's accelerator, not on {device}")

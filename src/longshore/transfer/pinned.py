@@ -29,7 +29,8 @@ class _PinnedBlock(mmap.mmap):
 def allocate_pinned(num_bytes: int) -> Tensor:
     """Allocate pinned memory of zeros, uint8 ``[num_bytes]``, rounded up to pages of the operating system alone.
 
-    torch's allocator, which rounds 1.1 GiB up to 2 GiB, is used where the driver cannot pin memory that exists already.
+    torch's allocator, which rounds 1.1 GiB up to 2 GiB, is used where the driver cannot pin memory that exists already,
+    and for accelerators without CUDA's (or ROCm's) interface for that.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -38,8 +39,8 @@ def allocate_pinned(num_bytes: int) -> Tensor:
         # After a fork (of data loaders) the first write would move a page away from where the copy engines look.
         block.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(block, dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, AssertionError):  # the latter where torch has no CUDA
         torch.cuda.check_error(int(_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
         block.address = memory.data_ptr()
         return memory
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

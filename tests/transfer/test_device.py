@@ -1,7 +1,7 @@
 """The same promises as in test_simulated.py, with real streams.
 
-``torch.cuda._sleep`` holds the current stream back, so that what should wait
-for it would otherwise certainly run too early.
+:func:`keep_busy` holds the current stream back, so that what should wait for it would otherwise certainly run too
+early.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from on_device import busy_stream, current_device, device_type, keep_busy
 
-from longshore.transfer import CopyHandle, CudaResidentTransfer, CudaTransfer
+from longshore.transfer import CopyHandle, DeviceTransfer, ResidentTransfer
 
 pytestmark = pytest.mark.gpu
 
@@ -23,20 +24,20 @@ LONG = 200_000_000
 
 
 @pytest.fixture
-def transfer() -> Iterator[CudaTransfer]:
-    transfer = CudaTransfer(torch.device("cuda", torch.cuda.current_device()))
+def transfer() -> Iterator[DeviceTransfer]:
+    transfer = DeviceTransfer(current_device())
     # What loads lazily, loads now, and not between a sleep and what races with it.
-    warm = torch.zeros(8, device="cuda").fill_(1.0).clone()
-    torch.cuda._sleep(1)
+    warm = torch.zeros(8, device=device_type()).fill_(1.0).clone()
+    keep_busy(1)
     slot = floats(transfer, 8)
     transfer.copy_to_host(warm, slot, transfer.mark(), None).wait()
     transfer.copy_to_device(slot, warm).wait()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     yield transfer
     transfer.close()
 
 
-def floats(transfer: CudaTransfer, numel: int = NUMEL) -> torch.Tensor:
+def floats(transfer: DeviceTransfer, numel: int = NUMEL) -> torch.Tensor:
     return transfer.allocate(4 * numel).view(torch.float32)
 
 
@@ -44,15 +45,15 @@ def all_are(tensor: torch.Tensor, value: float) -> bool:
     return bool((tensor == value).all())
 
 
-def test_buffers_are_pinned(transfer: CudaTransfer) -> None:
+def test_buffers_are_pinned(transfer: DeviceTransfer) -> None:
     block = transfer.allocate(1000)
     assert block.dtype == torch.uint8 and block.shape == (1000,) and block.is_pinned()
 
 
-def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: CudaTransfer) -> None:
-    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: DeviceTransfer) -> None:
+    source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
+    torch.accelerator.synchronize()
+    keep_busy(LONG)
     source.fill_(7.0)
     handle = transfer.copy_to_host(source, buffer, transfer.mark(), None)
     assert not handle.done()
@@ -61,58 +62,58 @@ def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: CudaTransfer) 
     assert all_are(buffer, 7.0)
 
 
-def test_without_its_mark_a_copy_is_early(transfer: CudaTransfer) -> None:
+def test_without_its_mark_a_copy_is_early(transfer: DeviceTransfer) -> None:
     """The test above bites."""
-    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
+    torch.accelerator.synchronize()
+    keep_busy(LONG)
     source.fill_(7.0)
     transfer.copy_to_host(source, buffer, None, None).wait()
     assert all_are(buffer, 0.0)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
-def test_later_work_on_the_current_stream_is_not_waited_for(transfer: CudaTransfer) -> None:
-    source, buffer = torch.full((NUMEL,), 3.0, device="cuda"), floats(transfer)
+def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceTransfer) -> None:
+    source, buffer = torch.full((NUMEL,), 3.0, device=device_type()), floats(transfer)
     ready = transfer.mark()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    later = transfer.mark()
-    transfer.copy_to_host(source, buffer, ready, None).wait()
-    assert not later.query()
+    torch.accelerator.synchronize()
+    with busy_stream(LONG):
+        later = transfer.mark()
+        transfer.copy_to_host(source, buffer, ready, None).wait()
+        assert not later.query()
     assert all_are(buffer, 3.0)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
-def test_the_source_may_be_let_go_of_at_once(transfer: CudaTransfer) -> None:
+def test_the_source_may_be_let_go_of_at_once(transfer: DeviceTransfer) -> None:
     buffers = [floats(transfer) for _ in range(4)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    torch.accelerator.synchronize()
+    keep_busy(LONG)
     for value, buffer in enumerate(buffers):
-        source = torch.full((NUMEL,), float(value), device="cuda")
+        source = torch.full((NUMEL,), float(value), device=device_type())
         transfer.copy_to_host(source, buffer, transfer.mark(), None)
         del source
-        torch.full((NUMEL,), -1.0, device="cuda")  # would take the memory if it were free
+        torch.full((NUMEL,), -1.0, device=device_type())  # would take the memory if it were free
     transfer.synchronize()
     assert [all_are(buffer, float(value)) for value, buffer in enumerate(buffers)] == [True] * 4
 
 
-def test_the_source_is_free_when_the_copy_is_done(transfer: CudaTransfer) -> None:
+def test_the_source_is_free_when_the_copy_is_done(transfer: DeviceTransfer) -> None:
     buffer = floats(transfer)
     gc.collect()
-    before = torch.cuda.memory_allocated()
-    handle = transfer.copy_to_host(torch.ones(NUMEL, device="cuda"), buffer, transfer.mark(), None)
-    assert torch.cuda.memory_allocated() >= before + 4 * NUMEL
+    before = torch.accelerator.memory_allocated()
+    handle = transfer.copy_to_host(torch.ones(NUMEL, device=device_type()), buffer, transfer.mark(), None)
+    assert torch.accelerator.memory_allocated() >= before + 4 * NUMEL
     handle.wait()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.accelerator.memory_allocated() == before
     assert all_are(handle.target, 1.0)
 
 
-def test_another_thread_enqueues(transfer: CudaTransfer) -> None:
+def test_another_thread_enqueues(transfer: DeviceTransfer) -> None:
     """As the worker does with a later arrival: marked in a hook, copied from its own thread."""
-    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
+    torch.accelerator.synchronize()
+    keep_busy(LONG)
     source.fill_(7.0)
     ready = transfer.mark()
     handles: list[CopyHandle] = []
@@ -123,13 +124,13 @@ def test_another_thread_enqueues(transfer: CudaTransfer) -> None:
     assert all_are(buffer, 7.0)
 
 
-def test_concurrent_enqueuers(transfer: CudaTransfer) -> None:
+def test_concurrent_enqueuers(transfer: DeviceTransfer) -> None:
     results: list[tuple[CopyHandle, float]] = []
     buffers = floats(transfer, 4 * 20 * 1024).view(4, 20, 1024)
 
     def enqueue(row: int) -> None:
         for i in range(20):
-            source = torch.full((1024,), float(100 * row + i), device="cuda")
+            source = torch.full((1024,), float(100 * row + i), device=device_type())
             handle = transfer.copy_to_host(source, buffers[row, i], transfer.mark(), None)
             results.append((handle, float(100 * row + i)))
 
@@ -145,66 +146,66 @@ def test_concurrent_enqueuers(transfer: CudaTransfer) -> None:
 
 
 def test_the_bound_holds_and_gradients_are_freed_early() -> None:
-    transfer = CudaTransfer(torch.device("cuda", torch.cuda.current_device()), in_flight_bytes=2 * 4 * NUMEL)
+    transfer = DeviceTransfer(current_device(), in_flight_bytes=2 * 4 * NUMEL)
     buffers = [floats(transfer) for _ in range(8)]
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
     for value, buffer in enumerate(buffers):
-        source = torch.full((NUMEL,), float(value), device="cuda")
+        source = torch.full((NUMEL,), float(value), device=device_type())
         transfer.copy_to_host(source, buffer, transfer.mark(), None)
         del source
     assert transfer.to_host.peak_bytes == 2 * 4 * NUMEL
     # Two under way and the one that is being made, of the eight.
-    assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * NUMEL
+    assert torch.accelerator.max_memory_allocated() - before <= 3 * 4 * NUMEL
     transfer.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.accelerator.memory_allocated() == before
     assert [all_are(buffer, float(value)) for value, buffer in enumerate(buffers)] == [True] * 8
     transfer.close()
 
 
-def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: CudaTransfer) -> None:
-    parameter, slot = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: DeviceTransfer) -> None:
+    parameter, slot = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     slot.fill_(5.0)
     old, new = torch.empty_like(parameter), torch.empty_like(parameter)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    torch.accelerator.synchronize()
+    keep_busy(LONG)
     old.copy_(parameter)
     transfer.begin_publish()
     handle = transfer.copy_to_device(transfer.output_for(parameter, slot), parameter)
     assert not handle.done()
     transfer.end_publish()
     new.copy_(parameter)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert all_are(old, 0.0) and all_are(new, 5.0)
 
 
-def test_a_slot_is_reused_after_its_publish(transfer: CudaTransfer) -> None:
-    parameter, slot = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+def test_a_slot_is_reused_after_its_publish(transfer: DeviceTransfer) -> None:
+    parameter, slot = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     slot.fill_(5.0)
-    gradient = torch.full((NUMEL,), 9.0, device="cuda")
+    gradient = torch.full((NUMEL,), 9.0, device=device_type())
     ready = transfer.mark()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)  # the publish is late, the gradient is not
+    torch.accelerator.synchronize()
+    keep_busy(LONG)  # the publish is late, the gradient is not
     transfer.begin_publish()
     published = transfer.copy_to_device(slot, parameter)
     transfer.end_publish()
     transfer.copy_to_host(gradient, slot, ready, published).wait()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert all_are(parameter, 5.0) and all_are(slot, 9.0)
 
 
-def test_reading_blocks(transfer: CudaTransfer) -> None:
-    parameter = torch.zeros(NUMEL, device="cuda")
-    torch.cuda._sleep(LONG)
+def test_reading_blocks(transfer: DeviceTransfer) -> None:
+    parameter = torch.zeros(NUMEL, device=device_type())
+    keep_busy(LONG)
     parameter.fill_(2.0)
     assert all_are(transfer.read(parameter), 2.0)
 
 
-def test_synchronize_waits_for_both_streams(transfer: CudaTransfer) -> None:
-    source, buffer = torch.ones(NUMEL, device="cuda"), floats(transfer)
-    torch.cuda._sleep(LONG)
+def test_synchronize_waits_for_both_streams(transfer: DeviceTransfer) -> None:
+    source, buffer = torch.ones(NUMEL, device=device_type()), floats(transfer)
+    keep_busy(LONG)
     down = transfer.copy_to_host(source, buffer, transfer.mark(), None)
     transfer.begin_publish()
     up = transfer.copy_to_device(floats(transfer), source)
@@ -212,15 +213,15 @@ def test_synchronize_waits_for_both_streams(transfer: CudaTransfer) -> None:
     assert down.done() and up.done()
 
 
-@pytest.mark.parametrize("kind", [CudaTransfer, CudaResidentTransfer])
-def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[CudaTransfer | CudaResidentTransfer]) -> None:
+@pytest.mark.parametrize("kind", [DeviceTransfer, ResidentTransfer])
+def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceTransfer | ResidentTransfer]) -> None:
     """On another thread, as a reduction is: its own current stream knows nothing of ours."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device()
     transfer = kind(device)
-    source, copy, stream = torch.zeros(NUMEL, device=device), torch.zeros(NUMEL, device=device), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG)
+    source, copy, stream = torch.zeros(NUMEL, device=device), torch.zeros(NUMEL, device=device), torch.Stream(device)
+    torch.accelerator.synchronize()
+    with stream:
+        keep_busy(LONG)
         source.fill_(7.0)
         ready = transfer.mark()
 
@@ -237,8 +238,8 @@ def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[CudaTra
 
 
 def test_what_stays_on_the_device_is_not_copied() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    transfer = CudaResidentTransfer(device)
+    device = current_device()
+    transfer = ResidentTransfer(device)
     tensor = torch.ones(4, device=device)
     handle = transfer.copy_to_host(tensor, None, transfer.mark(), None)
     assert handle.done() and handle.target is tensor

@@ -1,4 +1,7 @@
-"""Transfers for CUDA: with streams, events and pinned memory, or without copies for state that stays on the device."""
+"""Transfers for an accelerator: with streams, events and pinned memory, or without copies for state that stays on it.
+
+They use what ``torch.accelerator`` has for every type of device.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.accelerator import current_stream_is
 from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, UnstagedTransfer
 from longshore.transfer.pinned import allocate_pinned
 
 
-class CudaCopy(CopyHandle):
-    def __init__(self, source: Tensor, target: Tensor, event: torch.cuda.Event) -> None:
+class DeviceCopy(CopyHandle):
+    def __init__(self, source: Tensor, target: Tensor, event: torch.Event) -> None:
         self.target = target
         self.event = event
         self._source: Tensor | None = source
@@ -29,45 +33,44 @@ class CudaCopy(CopyHandle):
         self._source = None
 
 
-class CudaCopyStream(CopyStream):
-    """A CUDA stream for copies in one direction."""
+class DeviceCopyStream(CopyStream):
+    """A stream of the device for copies in one direction."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
 
     def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        with current_stream_is(self.stream), torch.no_grad():
             # Only the device waits for these events; the host goes on at once.
             if ready is not None:
                 self.stream.wait_event(ready)
-            if isinstance(after, CudaCopy):
+            if isinstance(after, DeviceCopy):
                 self.stream.wait_event(after.event)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
+            event = self.stream.record_event()
         # The handle keeps both tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
-        return CudaCopy(source, target, event)
+        return DeviceCopy(source, target, event)
 
 
 @contextlib.contextmanager
-def _beside(stream: torch.cuda.Stream, ready: torch.cuda.Event) -> Iterator[None]:
-    with torch.cuda.stream(stream):
+def _beside(stream: torch.Stream, ready: torch.Event) -> Iterator[None]:
+    with current_stream_is(stream):
         stream.wait_event(ready)
-        yield
-        # Afterwards the caller may free what the block read, and every stream sees what it wrote.
-        stream.synchronize()
+        try:
+            yield
+        finally:
+            # Afterwards the caller may free what the block read, and every stream sees what it wrote.
+            stream.synchronize()
 
 
-def _mark(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _mark(device: torch.device) -> torch.Event:
+    return torch.accelerator.current_stream(device).record_event()
 
 
-class CudaTransfer(StagedTransfer[CudaCopyStream]):
-    """Transfer for the parameters of one CUDA device, with one stream for each direction, events and pinned memory.
+class DeviceTransfer(StagedTransfer[DeviceCopyStream]):
+    """Transfer for the parameters of one accelerator, with one stream for each direction, events and pinned memory.
 
     Args:
         device: where the parameters are.
@@ -78,12 +81,12 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
     def __init__(self, device: torch.device, in_flight_bytes: int = 1 << 28) -> None:
         # Copies to the device read pinned slots that the store owns. They keep no device memory alive, so they need no
         # limit, and the host never has to wait.
-        super().__init__(CudaCopyStream(device, in_flight_bytes), CudaCopyStream(device, 1 << 62))
+        super().__init__(DeviceCopyStream(device, in_flight_bytes), DeviceCopyStream(device, 1 << 62))
         self.device = device
-        self._beside = torch.cuda.Stream(device)
+        self._beside = torch.Stream(device)
 
     def __reduce__(self) -> Any:
-        return CudaTransfer, (self.device, self.to_host.limit_bytes)
+        return DeviceTransfer, (self.device, self.to_host.limit_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return allocate_pinned(num_bytes)
@@ -92,10 +95,10 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
         return _mark(self.device)
 
     def begin_publish(self) -> None:
-        self.to_device.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.to_device.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def end_publish(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.to_device.stream)
+        torch.accelerator.current_stream(self.device).wait_stream(self.to_device.stream)
 
     def read(self, source: Tensor) -> Tensor:
         return source.cpu()
@@ -107,7 +110,7 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
         self.synchronize()
 
 
-class CudaResidentTransfer(UnstagedTransfer):
+class ResidentTransfer(UnstagedTransfer):
     """Transfer for state that stays on the parameters' device: kernels run on the current stream.
 
     Args:
@@ -116,10 +119,10 @@ class CudaResidentTransfer(UnstagedTransfer):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._beside = torch.cuda.Stream(device)
+        self._beside = torch.Stream(device)
 
     def __reduce__(self) -> Any:
-        return CudaResidentTransfer, (self.device,)
+        return ResidentTransfer, (self.device,)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -1,0 +1,36 @@
+"""What longshore needs of an accelerator beyond ``torch.accelerator``, which it uses for every type of device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether ``device`` is of the type of this process's accelerator: CUDA (also ROCm), XPU, NPU, ..."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and device.type == found.type
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return ``device`` with the index of the current one if it has none."""
+    if is_accelerator(device) and device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+@contextlib.contextmanager
+def current_stream_is(stream: torch.Stream) -> Iterator[None]:
+    """Context in which ``stream`` is the current stream of this thread, and its device the current device.
+
+    ``torch.Stream`` is a context itself, but only in one thread at a time.
+    """
+    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)  # sets the device, too
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
