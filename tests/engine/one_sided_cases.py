@@ -211,3 +211,25 @@ def fails_after_a_discarded_window(stage: int) -> str:
     check_trains_on(engine, stage, rank, range(3))
     engine.optimizer.close()
     return said
+
+
+def flagged_after_the_step(stage: int, backwards: int) -> list[str]:
+    """A window is one ``try`` with its ``step()`` on each rank, and rank 0 fails in it; then both ask whether one did,
+    and discard the window."""
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=backwards)
+    said = []
+
+    def window(fails: bool) -> None:
+        for number in range(backwards):
+            explode(engine, 0, rank) if fails and number == 0 else backward(engine, 0, rank)
+        engine.step()
+
+    for _ in range(2):
+        said.append(raised_by(lambda: window(rank == 0)))
+        dist.all_reduce(torch.ones(1))
+        engine.zero_grad()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said

@@ -48,6 +48,7 @@ def test_a_step_that_is_not_due_meets_nobody_after_a_failed_backward(stage: int,
 def test_one_step_for_several_backwards_is_due_after_a_failed_one(goes_on: bool, two_ranks: Ranks) -> None:
     first, second = two_ranks(failure_cases.failing_backward_before_one_step, 1, goes_on)
     assert "exploded on purpose" in second[0] and "a backward of this window failed" in second[1]
+    assert ("a backward of this window failed" in second[0]) == goes_on
     assert first[0] == "" and "GradientError" in first[1]
 
 

@@ -97,3 +97,11 @@ def test_ranks_that_fail_in_turn(stage: int, in_forward: bool, replicas: bool, t
 
 def test_replicas_that_discard_a_failed_window(two_ranks: Ranks) -> None:
     two_ranks(cases.replicas_discard_together)
+
+
+@STAGES
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_backward_that_fails_is_told_in_the_step_of_the_others(stage: int, backwards: int, two_ranks: Ranks) -> None:
+    first, second = two_ranks(cases.flagged_after_the_step, stage, backwards)
+    assert all(each.startswith("RuntimeError") for each in first)
+    assert all(each.startswith("GradientError: rank 0 failed in this window") for each in second)

@@ -52,6 +52,13 @@ MUTANTS = [
         (ONE_SIDED,),
     ),
     Mutant(
+        "a backward that fails is told when the window is discarded",
+        "sharding/ownership.py",
+        "        self.give_up()\n",
+        "        pass\n",
+        (ONE_SIDED,),
+    ),
+    Mutant(
         "discarding waits until the others hear that this rank gave up its window",
         "sharding/collective_thread.py",
         "self.submit(job, awaited=False)",

@@ -144,9 +144,8 @@ class FullySharded(Ownership):
                     "these have to run the same backwards on the same data"
                 )
 
-    def interrupted(self) -> bool:
+    def interrupted(self) -> None:
         self.give_up()
-        return True
 
     def give_up(self) -> None:
         self._gathers.interrupted()

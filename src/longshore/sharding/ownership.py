@@ -174,9 +174,12 @@ class Ownership:
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
         """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: what each used."""
 
-    def interrupted(self) -> bool:
-        """Note that a forward or a backward raised; return whether this gives up the window."""
-        return False
+    def interrupted(self) -> None:
+        """Note that a forward raised, after which the window may still go on."""
+
+    def backward_failed(self) -> None:
+        """Note that a backward raised, with which this rank gives up the window."""
+        self.give_up()
 
     def give_up(self) -> None:
         """Note that this rank will discard its window, and tell the others if none of them told this rank.

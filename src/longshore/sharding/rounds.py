@@ -222,10 +222,10 @@ class LocalGradients:
                 self._launch(current, bucket, kept.lend(bucket.parameters))
 
             closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
-            layout = self._ownership.layout
+            window, layout = self._window.number, self._ownership.layout  # read now, as in _begin_round()
 
         def meet() -> None:
-            if self._collectives.meet(Action.CLOSE, closing.number, self._window.number):
+            if self._collectives.meet(Action.CLOSE, closing.number, window):
                 closing.sums = any(agree_on(self._collectives.rows, Statement([sums], layout=layout)).deferred)
             else:
                 closing.failed = True  # another rank is at its step already, and this one soon will be

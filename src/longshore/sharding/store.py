@@ -152,8 +152,9 @@ class ShardedStore(ParameterStore):
         self.window.fail(failure)
         self._gradients.end_backward()
         if failure is not None:
-            # Give up at once: the others may be in the middle of this backward, where they gather and wait.
-            self.window.given_up = self.ownership.interrupted()
+            # At once: the others may wait for this rank, in the middle of this backward or in step().
+            self.ownership.backward_failed()
+            self.window.given_up = True
 
     def foresee(self, forecast: Forecast) -> None:
         self.local.foresee(OwnedForecast(forecast, self.ownership))
