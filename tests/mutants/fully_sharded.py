@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "a rank that failed in backward says so only when it discards",
         "sharding/store.py",
-        "self.window.given_up = self.ownership.interrupted()",
-        "self.window.given_up = False",
+        "            self.ownership.backward_failed()\n            self.window.given_up = True\n",
+        "            pass\n",
         (FULLY_SHARDED,),
     ),
     Mutant(
