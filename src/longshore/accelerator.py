@@ -7,11 +7,20 @@ from collections.abc import Iterator
 
 import torch
 
+_WITHOUT_STREAMS = {"mps"}
+"""Accelerators that ``torch.Stream`` and ``torch.Event`` do not work on."""
+
+
+def accelerator_type() -> str | None:
+    """Return the type of this process's accelerator: ``"cuda"`` (also with ROCm), ``"xpu"``, ``"npu"``, ...; None if
+    there is none that longshore can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in _WITHOUT_STREAMS else found.type
+
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether ``device`` is of the type of this process's accelerator: CUDA (also ROCm), XPU, NPU, ..."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and device.type == found.type
+    """Return whether ``device`` is of the type of this process's accelerator."""
+    return device.type == accelerator_type()
 
 
 def with_index(device: torch.device) -> torch.device:

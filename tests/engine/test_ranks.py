@@ -147,19 +147,19 @@ def test_nccl_is_not_for_the_cpu() -> None:
 
 
 def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
+    chosen: list[int] = []
     made: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
     environ = {**environments_of(1, [1, 1, 1])[0], "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
     for count, expected in ((4, 3), (1, 0)):  # with one device in sight, a scheduler hid the others
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
         assert join(environ=environ).device == torch.device("cuda", expected)
-    assert chosen == [torch.device("cuda", 3), torch.device("cuda", 0)] and made == ["nccl", "nccl"]
+    assert chosen == [3, 0] and made == ["nccl", "nccl"]
     assert join(environ=environ, device="cpu").device == torch.device("cpu") and made[-1] == "gloo"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 3 asks for cuda:3, and this process sees 2"):
         join(environ=environ)

@@ -1,5 +1,5 @@
 """Pinned memory takes what was asked for, and is unpinned before it is freed. A counting double stands for CUDA's
-runtime; tests/optim/test_cuda.py has the real one."""
+runtime; tests/optim/test_device.py has the real one."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ class TrainStepper:
     def memory(self) -> MemoryUse:
         state = self.state_bytes()
         host = state if self._offload else 0
-        if self._device.type == "cuda":
-            return MemoryUse(torch.cuda.max_memory_allocated(self._device), host)
+        if self._device.type != "cpu":
+            return MemoryUse(torch.get_device_module(self._device).max_memory_allocated(self._device), host)
         parameters = list(self._model.parameters())
         gradients = nbytes(parameter.grad for parameter in parameters)
         return MemoryUse(state - host + nbytes(map(held_part, parameters)) + gradients, host)

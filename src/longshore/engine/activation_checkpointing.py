@@ -205,7 +205,7 @@ class HostInput:
         source = tensor.detach()
         if not self._has_gaps:
             source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
-        pinned = tensor.device.type == "cuda"
+        pinned = tensor.device.type != "cpu"
         host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         # torch's pinned allocator does not reuse the block before this copy is done.
         return host.copy_(source, non_blocking=pinned)

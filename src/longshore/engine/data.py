@@ -177,7 +177,7 @@ def make_loader(
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=num_workers,
-        pin_memory=ranks.device.type == "cuda",
+        pin_memory=ranks.device.type != "cpu",
     )
     return TrainingLoader(loader, order)
 

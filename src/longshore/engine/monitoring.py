@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from longshore.accelerator import accelerator_type
 from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.ranks import Ranks
@@ -83,7 +84,7 @@ class Reports:
         if not self._timed:
             yield
             return
-        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        wait = torch.accelerator.synchronize if accelerator_type() else lambda: None
         wait()
         start = time.perf_counter()
         try:
@@ -132,7 +133,7 @@ class Reports:
         step_s, self._last = now - self._last, now
         loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else None
         self._losses.clear()
-        cuda = self._device.type == "cuda"
+        device = None if self._device.type == "cpu" else torch.get_device_module(self._device)
         return {
             "Train/Samples/train_loss": loss,
             "Train/Samples/lr": figures.rates[0] if figures.rates else None,
@@ -144,7 +145,7 @@ class Reports:
             **self._meter.take(step_s),
             "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
             "Memory/process_bytes": _process_bytes(),
-            "Memory/device_bytes": torch.cuda.memory_allocated(self._device) if cuda else None,
+            "Memory/device_bytes": None if device is None else device.memory_allocated(self._device),
         }
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ def random_states(device: torch.device) -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
@@ -44,8 +44,8 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         key = numpy["key"].numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached_gaussian"]))
         torch.set_rng_state(states["torch"])
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
+        if device.type != "cpu" and device.type in states:
+            torch.get_device_module(device).set_rng_state(states[device.type], device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the states of random number generators are damaged: {error}") from error
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from longshore.accelerator import accelerator_type, is_accelerator
 from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
@@ -20,7 +21,6 @@ from longshore.errors import LongshoreError
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_BACKEND_OF = {"cuda": "nccl", "cpu": "gloo"}
 
 
 class RendezvousError(LongshoreError):
@@ -95,14 +95,12 @@ def join(
     place = _device(device, launch.local_rank)
     if not launch.needs_group:
         return Ranks(launch.rank, launch.world_size, launch.local_rank, place, None, False)
-    backend = _BACKEND_OF.get(place.type) if backend is None else backend
-    if backend is None:
-        raise ValueError(f"no backend is known for {place.type} devices: give backend=")
+    backend = _backend_of(place) if backend is None else backend
     _check_fits(backend, place, f"backend={backend!r}")
     if "nccl" in _backends(backend) and not dist.is_nccl_available():
         raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)  # nccl uses the current device
+    if is_accelerator(place):
+        torch.accelerator.set_device_index(place.index)  # nccl uses the current device
     _initialise(backend, launch, limit)
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
@@ -160,14 +158,14 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
         )
     set_by_launcher = next((environ[name] for name in LOCAL_RANK_NAMES if environ.get(name, "").isdigit()), None)
     if set_by_launcher is not None:
-        local_rank = int(set_by_launcher)  # without asking CUDA, which a forked process could not
+        local_rank = int(set_by_launcher)  # without asking the driver, which a forked process could not
     else:
         # Code that initialised the group without a launcher has chosen the device before.
-        local_rank = torch.cuda.current_device() if torch.cuda.is_available() else rank
+        local_rank = rank if accelerator_type() is None else torch.accelerator.current_device_index()
     place = _device(device, local_rank)
     _check_fits(found, place, f"the process group, initialised with {found!r},")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    if is_accelerator(place):
+        torch.accelerator.set_device_index(place.index)
     return Ranks(rank, world_size, local_rank, place, dist.group.WORLD, False)
 
 
@@ -193,6 +191,13 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r}: {each!r} is not known; {did_you_mean(each, known)}")
 
 
+def _backend_of(device: torch.device) -> str:
+    try:
+        return dist.get_default_backend_for_device(device.type)
+    except ValueError as error:
+        raise ValueError(f"no backend is known for {device.type} devices: give backend=") from error
+
+
 def _check_fits(config: str, device: torch.device, what: str) -> None:
     """Raise ValueError for backends that would fail at the device's first collective, as nccl alone on the CPU."""
     parts = [part.partition(":") for part in config.lower().split(",")]
@@ -203,24 +208,25 @@ def _check_fits(config: str, device: torch.device, what: str) -> None:
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator_type() or "cpu"
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device is a name or a torch.device, not {type(device).__name__}")
     try:
         place = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device: {str(error).splitlines()[0]}") from error
-    if place.type != "cuda":
+    if place.type != accelerator_type() and place.type != "cuda":  # without CUDA, the error below says so
         return place
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.accelerator.device_count() if place.type == accelerator_type() else 0
     # If a scheduler shows each rank only its own device, that one has index 0.
     index = place.index if place.index is not None else 0 if count == 1 else local_rank
     if index >= count:
+        kind = place.type.upper()
         raise ValueError(
-            f"local rank {local_rank} asks for cuda:{index}, and this process sees {count} CUDA devices: "
-            f"start fewer ranks on this machine, or check CUDA_VISIBLE_DEVICES"
+            f"local rank {local_rank} asks for {place.type}:{index}, and this process sees {count} {kind} devices: "
+            f"start fewer ranks on this machine, or check the variable that hides devices (CUDA_VISIBLE_DEVICES)"
         )
-    return torch.device("cuda", index)
+    return torch.device(place.type, index)
 
 
 _stores: dict[tuple[str, int, int], tuple[Store, int]] = {}

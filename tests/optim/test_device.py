@@ -1,4 +1,4 @@
-"""The optimizers on a real CUDA device: the same weights as the plain loop on the CPU."""
+"""The optimizers on a device: the same weights as the plain loop on the CPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gc
 
 import pytest
 import torch
+from on_device import NONE, device_type, keep_busy, needs_triton
 from support import PlainLoop, batch, small_model
 from torch import Tensor, nn
 
 import longshore
+from longshore.layout import SegmentLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -25,15 +27,15 @@ def captured(model: nn.Module) -> list[list[Tensor]]:
 
 
 def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
-    model(batch(step, dtype).cuda()).float().pow(2).sum().backward()
+    model(batch(step, dtype).to(device_type())).float().pow(2).sum().backward()
 
 
-@pytest.mark.parametrize("device", ["cpu", "none"])
+@pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
-    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
     offload = longshore.Offload(tile_numel=tile_numel, device=device)
     optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=offload)
@@ -42,17 +44,17 @@ def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, devic
             backward(model, 10 * step + part, dtype)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         plain.step([parameter.grad.cpu() for parameter in model.parameters()])
-        torch.cuda._sleep(20_000_000)  # the step must wait for what the stream still does
+        keep_busy(20_000_000)  # the step must wait for what the stream still does
         optimizer.step()
         optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
             assert torch.equal(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("device", ["cpu", "none"])
+@pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str) -> None:
-    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
     optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=longshore.Offload(device=device))
     for step in range(5):
@@ -68,19 +70,19 @@ def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str) -> None:
                 plain.refresh(index)
 
 
-@pytest.mark.parametrize("device", ["cpu", "none"])
+@pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
-    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
     seen = captured(model)
     offload = longshore.Offload(tile_numel=tile_numel, device=device)
     optimizer = longshore.AdamW(model.parameters(), lr=3e-2, release_gradients=True, offload=offload)
     for step in range(5):
         for part in range(backwards):
-            torch.cuda._sleep(20_000_000)
+            keep_busy(20_000_000)
             backward(model, 10 * step + part, dtype)
         norm = optimizer.clip_grad_norm_(0.5)
         total = []
@@ -101,7 +103,7 @@ def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> None:
     """With spare buffers and without: the same bits, while the device is still busy with backward."""
-    models = [small_model(dtype).cuda() for _ in range(2)]
+    models = [small_model(dtype).to(device_type()) for _ in range(2)]
     optimizers = [
         longshore.AdamW(
             model.parameters(),
@@ -114,7 +116,7 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
     begun = kept = 0
     for step in range(5):
         for model in models:
-            torch.cuda._sleep(20_000_000)
+            keep_busy(20_000_000)
             backward(model, step, dtype)
         norms = [optimizer.clip_grad_norm_(clip) for optimizer in optimizers]
         assert torch.equal(*norms)
@@ -128,12 +130,13 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
     assert begun > 0 and (kept > 0) == (clip == 1e9)
 
 
+@needs_triton
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, release: bool) -> None:
     """Stepped by the device's kernels, beside the host's: the same bits, and so are the states."""
-    models = [small_model(dtype).cuda() for _ in range(2)]
+    models = [small_model(dtype).to(device_type()) for _ in range(2)]
     optimizers = [
         longshore.AdamW(
             model.parameters(),
@@ -161,32 +164,35 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
 
 
 def test_released_gradients_take_no_device_memory() -> None:
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).cuda()
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).to(device_type())
     parameter_bytes = 4 * 2048 * 2048
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
     optimizer._core.store.transfer.to_host.limit_bytes = 2 * parameter_bytes
-    x = torch.randn(4, 2048, device="cuda")
+    x = torch.randn(4, 2048, device=device_type())
     for _ in range(2):
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         model(x).sum().backward()
-        torch.cuda.synchronize()
-        assert torch.cuda.max_memory_allocated() - before < 5 * parameter_bytes
+        torch.accelerator.synchronize()
+        assert torch.accelerator.max_memory_allocated() - before < 5 * parameter_bytes
         optimizer.step()
 
 
+@needs_triton
 def test_without_offload_state_is_on_the_device() -> None:
-    model = small_model(torch.bfloat16).cuda()
+    model = small_model(torch.bfloat16).to(device_type())
     optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(device="none"))
     backward(model, 0, torch.bfloat16)
     optimizer.step()
-    assert all(tile.buffer is not None and tile.buffer.is_cuda for tile in optimizer._core.store.tiles)
+    assert all(
+        tile.buffer is not None and tile.buffer.device.type == device_type() for tile in optimizer._core.store.tiles
+    )
     assert set(optimizer.host_bytes().values()) == {0}
     parameter = next(model.parameters())
     state = optimizer.state[parameter]
-    assert not any(value.is_cuda for value in state.values())
+    assert not any(value.device.type == device_type() for value in state.values())
     assert torch.equal(state["master"].bfloat16(), parameter.cpu())
     before = optimizer.state_dict()
     optimizer.load_state_dict(before)
@@ -195,11 +201,11 @@ def test_without_offload_state_is_on_the_device() -> None:
 
 
 def test_pinned_memory_is_made_at_start_up() -> None:
-    model = small_model().cuda()
+    model = small_model().to(device_type())
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
     slot = optimizer._core.store.tiles[0].slot
     assert slot is not None
-    assert slot.view(torch.float32, 0, 4).is_pinned()
+    assert slot.view(torch.float32, SegmentLayout(0, 0, 0, 4)).is_pinned()
     held = optimizer.host_bytes()["gradients"]
     backward(model, 0, torch.float32)
     backward(model, 1, torch.float32)
@@ -208,14 +214,14 @@ def test_pinned_memory_is_made_at_start_up() -> None:
 
 
 def test_grad_scaler() -> None:
-    model = small_model(torch.float32).cuda()
+    model = small_model(torch.float32).to(device_type())
     plain_model = small_model(torch.float32)
     plain = PlainLoop(plain_model.parameters(), lr=1e-2)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
     for step in range(3):
-        with torch.autocast("cuda", torch.float16):
-            loss = model(batch(step).cuda()).float().pow(2).sum()
+        with torch.autocast(device_type(), torch.float16):
+            loss = model(batch(step).to(device_type())).float().pow(2).sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         plain.step([parameter.grad.cpu() for parameter in model.parameters()])
@@ -228,4 +234,4 @@ def test_grad_scaler() -> None:
 
 def test_parameters_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="one device"):
-        longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device="cuda"))])
+        longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device=device_type()))])
