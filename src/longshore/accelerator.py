@@ -23,13 +23,6 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type == accelerator_type()
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Return ``device`` with the index of the current one if it has none."""
-    if is_accelerator(device) and device.index is None:
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return device
-
-
 @contextlib.contextmanager
 def current_stream_is(stream: torch.Stream) -> Iterator[None]:
     """Context in which ``stream`` is the current stream of this thread, and its device the current device.

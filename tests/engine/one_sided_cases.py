@@ -147,20 +147,29 @@ def fail_in_turn(stage: int, in_forward: bool, replicas: bool) -> str:
             engine.backward(loss)
     dist.barrier()  # as a script that asks all ranks whether one failed
     engine.zero_grad()
+    said = _fails_or_steps(engine, rank, 1, in_forward)
+    _discard_and_train(engine, stage, rank)
+    return said
 
-    def fail_or_step() -> None:
-        if rank == 1:
+
+def _fails_or_steps(engine: Any, rank: int, failing: int, in_forward: bool = False) -> str:
+    """A window of two backwards, in the first of which rank ``failing`` fails: what each rank says."""
+
+    def window() -> None:
+        if rank == failing:
             explode(engine, 0, rank, in_forward=in_forward)
         for _ in range(2):
             backward(engine, 0, rank)
             engine.step()
 
-    said = raised_by(fail_or_step)
+    return raised_by(window)
+
+
+def _discard_and_train(engine: Any, stage: int, rank: int) -> None:
     engine.zero_grad()
     engine.set_gradient_accumulation_steps(1)
     check_trains_on(engine, stage, rank, range(3))
     engine.optimizer.close()
-    return said
 
 
 def make_replicas() -> Any:
@@ -197,19 +206,8 @@ def fails_after_a_discarded_window(stage: int) -> str:
     engine = make_engine(stage, gradient_accumulation_steps=2)
     backward(engine, 0, rank)
     engine.zero_grad()
-
-    def fail_or_step() -> None:
-        if rank == 0:
-            explode(engine, 0, rank)
-        for _ in range(2):
-            backward(engine, 0, rank)
-            engine.step()
-
-    said = raised_by(fail_or_step)
-    engine.zero_grad()
-    engine.set_gradient_accumulation_steps(1)
-    check_trains_on(engine, stage, rank, range(3))
-    engine.optimizer.close()
+    said = _fails_or_steps(engine, rank, 0)
+    _discard_and_train(engine, stage, rank)
     return said
 
 

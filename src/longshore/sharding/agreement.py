@@ -62,9 +62,9 @@ class WindowStatus:
 
     Attributes:
         number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
-            its window counts it at once and tells the others when it meets them next. They count it when they are told,
-            and do not count it again when they discard their part of that window. Otherwise a rank that is told in a
-            forward and one that is told in ``step()`` would never meet again.
+            its window counts it at once and tells the others. They count it when they are told, and do not count it
+            again when they discard their part of that window. Otherwise a rank that is told in a forward and one that
+            is told in ``step()`` would never meet again.
         told: whether another rank gave up a window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
         backwards: how many backwards began in this window; ``rounds`` of them reduce their gradients at once.

@@ -194,7 +194,7 @@ class Ownership:
             self.collectives.leave(self.window.number)
 
     def discarded(self) -> None:
-        """Count a window that this rank discarded: others are told of it, or know of none of their failures."""
+        """Count a window that this rank discarded: so it knows whether one that another rank gave up is a later one."""
         self.collectives.discards += 1
 
     def before_publishing(self) -> None:
