@@ -170,7 +170,7 @@ SECTIONS = (
         (
             "optim/clipping.py",
             "optim/gradients.py",
-            "optim/core.py: ParameterError",
+            "optim/membership.py",
             "optim/ledger.py: LongshoreError",
             "tiles/store.py",
             "tiles/tile.py",

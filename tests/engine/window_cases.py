@@ -139,3 +139,22 @@ def taken_out(stage: int) -> None:
     unchanged = [torch.equal(one, whole(other)) for one, other in zip(kept, engine.module.parameters(), strict=True)]
     assert [place for place, same in enumerate(unchanged) if same and kept[place].numel()] == [out]
     engine.optimizer.close()
+
+
+def moved(stage: int) -> None:
+    """Parameters that all ranks move to a new group by hand take their states along and have its rate from then on."""
+    engine = make_engine(stage)
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    for step in range(4):
+        engine.backward(engine(inputs(step, 0, dist.get_rank(), torch.float32), HEADS))
+        if step == 2:  # gradients of the window are on their way already
+            for optimizer in (engine.optimizer, oracle.loop.optimizer):
+                group = optimizer.param_groups[0]
+                taken, group["params"] = group["params"][-4:-2], group["params"][:-4] + group["params"][-2:]
+                assert all(optimizer.state[each] for each in taken)
+                optimizer.add_param_group({"params": taken, "lr": 30 * group["lr"], "weight_decay": 0.0})
+        engine.step()
+        oracle.loop.step(oracle.gradients(Window(), step, 1))
+        for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)
+    engine.optimizer.close()

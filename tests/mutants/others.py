@@ -159,9 +159,16 @@ MUTANTS = [
     Mutant(
         "a parameter takes the index of one that was replaced",
         "optim/core.py",
-        "ParameterRecord(self._next_index + position, name",
-        "ParameterRecord(1 + max((each.index for each in self.records), default=-1) + position, name",
+        "ParameterRecord(self._next_index + len(records), name",
+        "ParameterRecord(1 + max((each.index for each in self.records), default=-1) + len(records), name",
         ("tests/optim/test_laid_out_anew.py",),
+    ),
+    Mutant(
+        "a parameter that was moved to a new group gets a new record",
+        "optim/core.py",
+        "            if id(parameter) in self.by_id:\n",
+        "            if False:\n",
+        ("tests/optim/test_groups.py",),
     ),
     Mutant(
         "states lie in another order than their parameters",

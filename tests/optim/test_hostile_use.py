@@ -18,6 +18,7 @@ from support import PlainLoop, batch, loss_of, same_weights, simulated, small_mo
 from torch import Tensor, nn
 
 import longshore
+from longshore.errors import ParameterError
 
 OFF = longshore.Offload(threads=1)
 MODES = pytest.mark.parametrize("release", [False, True])
@@ -270,7 +271,8 @@ def test_a_parameter_that_is_put_into_two_groups_is_refused() -> None:
     optimizer = longshore.SGD([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 10.0}], lr=1.0, offload=OFF)
     optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [c, d], [c]
     c.grad = d.grad = torch.ones(4)
-    with pytest.raises(ValueError, match=r"parameter 1\.0 is in the parameter groups twice"):
+    places = r"param_groups\[0\]\['params'\]\[0\] or param_groups\[1\]\['params'\]\[0\]"
+    with pytest.raises(ParameterError, match=rf"parameter 1\.0 is in the parameter groups twice; .*: {places}$"):
         optimizer.step()
     assert torch.equal(c, torch.ones(4))
 

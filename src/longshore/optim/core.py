@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import CheckpointError, ParameterError
+from longshore.errors import CheckpointError
 from longshore.kernels import HostRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
@@ -23,7 +23,7 @@ from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGra
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.membership import take_up
+from longshore.optim.membership import check_once, member_ids, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.repeated import RepeatedStep, repeated_step
@@ -122,23 +122,23 @@ class OptimizerCore:
 
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
+        check_once(self)
         names = group.get("param_names")
-        records, taken = [], set[int]()
+        records: list[ParameterRecord] = []
         device = self.records[0].device if self.by_id else None
         for position, parameter in enumerate(group["params"]):
+            if id(parameter) in self.by_id:
+                continue  # it was moved here from another group; as in torch, its state is its own and not the group's
             name = names[position] if names else f"{place}.{position}"
             if is_lazy(parameter) and isinstance(self.offload, Offload):
                 continue  # it is taken up when it has a shape
             check_parameter(parameter, name, device, self.offload.takes_shards)
-            if (key := id(parameter)) in self.by_id or key in taken:
-                raise ValueError(f"parameter {name} is in the parameter groups twice; keep it in one place")
-            taken.add(key)
             device = parameter.device
-            records.append(ParameterRecord(self._next_index + position, name, parameter, self.offload))
+            records.append(ParameterRecord(self._next_index + len(records), name, parameter, self.offload))
         if not self._building:
             check_no_shared_memory([*self.records, *records])
             self._lay_out(records)
-        self._next_index += len(group["params"])
+        self._next_index += len(records)
         self.by_id.update((id(record.parameter), record) for record in records)
 
     def end_building(self) -> None:
@@ -168,7 +168,7 @@ class OptimizerCore:
     def _outdated(self) -> bool:
         """Return whether, before the first step, all parameters were replaced, or one was moved or converted. A state
         that was loaded, or a gradient that is on the host, would be lost: then the step says what changed."""
-        found = {id(parameter) for group in self.groups() for parameter in group["params"]}
+        found = member_ids(self.groups())
         if self._source is None or not found or any(record.has_state for record in self.records):
             return False
         known = [record for key, record in self.by_id.items() if key in found]
@@ -232,15 +232,10 @@ class OptimizerCore:
     def _collect(self) -> dict[int, Tensor | None]:
         """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
-        seen = set[int]()
+        check_once(self)
         for group in self.groups():
             self.family.check_group(group)
-            for record in self.records_of(group):
-                if record.index in seen:
-                    raise ParameterError(
-                        f"parameter {record.name} is in the parameter groups twice; keep it in one place"
-                    )
-                seen.add(record.index)
+            self.records_of(group)  # takes up what the user put into it, before gradients are looked for
         gradients = source.collect()
         for record in self._present():
             if record.parameter.requires_grad or record.index in gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,12 +25,39 @@ class GroupOwner(StateOwner, Protocol):
     def register(self, group: Mapping[str, Any], place: int) -> None: ...
 
 
+def member_ids(groups: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return ``id(parameter)`` of the parameters that are in the groups now."""
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def check_once(core: GroupOwner) -> None:
+    """Raise ParameterError, naming both places, for a parameter that is in the groups twice: it would be stepped twice.
+
+    What counts is where it is now: it may have been in another group before.
+    """
+    groups = core.groups()
+    if len(member_ids(groups)) == sum(len(group["params"]) for group in groups):
+        return
+    first: dict[int, tuple[int, int]] = {}
+    for place, group in enumerate(groups):
+        for position, parameter in enumerate(group["params"]):
+            here = place, position
+            if (there := first.setdefault(id(parameter), here)) != here:
+                record = core.by_id.get(id(parameter))
+                name = f"{place}.{position}" if record is None else record.name
+                one, other = (f"param_groups[{group}]['params'][{at}]" for group, at in (there, here))
+                raise ParameterError(
+                    f"parameter {name} is in the parameter groups twice; keep it in one place: {one} or {other}"
+                )
+
+
 def take_up(core: GroupOwner) -> None:
     """Lay out the parameters that the user put into the groups, in place of those that were taken out and have no
     state: scripts that grow and prune parameters replace them.
 
     Raises:
-        ParameterError: the optimizer is an engine's, whose ranks have to lay out the same, or a parameter has no shape.
+        ParameterError: the optimizer is an engine's, whose ranks have to lay out the same, or a parameter has no shape
+            or is in the groups twice.
         ValueError: a parameter, which the message names, cannot be stepped.
     """
     if not isinstance(core.offload, Offload):
@@ -38,7 +65,7 @@ def take_up(core: GroupOwner) -> None:
             "a parameter group holds a tensor that this optimizer was not built with; "
             "use optimizer.add_param_group(), or build the optimizer anew"
         )
-    members = {id(parameter) for group in core.groups() for parameter in group["params"]}
+    members = member_ids(core.groups())
     gone = [record for record in core.records if id(record.parameter) not in members and not record.has_state]
     if core._source is not None and gone:
         core._source.drop(gone)
