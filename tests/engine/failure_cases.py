@@ -61,14 +61,15 @@ def explode(engine: Any, step: int, rank: int, *, in_forward: bool = False) -> N
         hook.remove()
 
 
-def check_trains_on(engine: Any, stage: int, rank: int, steps: range) -> None:
-    """The engine goes on like the plain loop, from new weights of the same kind."""
-    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+def check_trains_on(engine: Any, stage: int, rank: int, steps: range, before: Oracle | None = None) -> Oracle:
+    """The engine goes on like the plain loop, from what it has come to ``before`` or new weights of the same kind."""
+    oracle = before or Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
     for step in steps:
         drive(engine, Window(), step, rank, torch.float32)
         oracle.loop.step(oracle.gradients(Window(), step, 1))
     for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
         assert torch.equal(whole(ours), theirs)
+    return oracle
 
 
 def raised_by(call: Any) -> str:

@@ -110,7 +110,9 @@ def discarded_together(stage: int, failing: int, backwards: int, rounds: int, wh
     both have discarded the window, they read optimizer state, for which they meet.
     """
     rank = dist.get_rank()
-    engine = make_engine(stage, gradient_accumulation_steps=3)
+    engine = make_engine(stage)
+    trained = check_trains_on(engine, stage, rank, range(1)) if where == "before state" else None
+    engine.set_gradient_accumulation_steps(3)
     in_forward = where == "forward"
     said = []
     for number in range(rounds):
@@ -124,9 +126,9 @@ def discarded_together(stage: int, failing: int, backwards: int, rounds: int, wh
         dist.barrier()  # as a script that asks all ranks whether one failed
         engine.zero_grad()
         if where == "before state":
-            engine.optimizer.state_dict()
+            assert engine.optimizer.state_dict()["state"]
     engine.set_gradient_accumulation_steps(1)
-    check_trains_on(engine, stage, rank, range(3))
+    check_trains_on(engine, stage, rank, range(1, 3), trained)
     engine.optimizer.close()
     return said
 
@@ -208,6 +210,26 @@ def fails_after_a_discarded_window(stage: int) -> str:
     engine.zero_grad()
     said = _fails_or_steps(engine, rank, 0)
     _discard_and_train(engine, stage, rank)
+    return said
+
+
+def reads_state_after_two_failures(stage: int) -> str:
+    """Rank 0 fails in two windows. In the first, rank 1 hears of it in ``step()``, which is returned; the second both
+    discard before rank 1 hears of it, and read optimizer state, for which they meet. Then they train."""
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    trained = check_trains_on(engine, stage, rank, range(1))
+    engine.set_gradient_accumulation_steps(2)
+    said = _fails_or_steps(engine, rank, 0)
+    engine.zero_grad()
+    explode_or_train = explode if rank == 0 else backward
+    raised_by(lambda: explode_or_train(engine, 0, rank))
+    dist.barrier()  # as a script that asks all ranks whether one failed
+    engine.zero_grad()
+    assert engine.optimizer.state_dict()["state"]
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(1, 3), trained)
+    engine.optimizer.close()
     return said
 
 

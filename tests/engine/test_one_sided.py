@@ -100,6 +100,13 @@ def test_replicas_that_discard_a_failed_window(two_ranks: Ranks) -> None:
 
 
 @STAGES
+def test_optimizer_state_is_read_in_a_later_window(stage: int, two_ranks: Ranks) -> None:
+    first, second = two_ranks(cases.reads_state_after_two_failures, stage)
+    assert first.startswith("RuntimeError")
+    assert second == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
+
+
+@STAGES
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_backward_that_fails_is_told_in_the_step_of_the_others(stage: int, backwards: int, two_ranks: Ranks) -> None:
     first, second = two_ranks(cases.flagged_after_the_step, stage, backwards)
