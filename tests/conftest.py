@@ -10,6 +10,7 @@ import pytest
 import torch
 from covering import leave_to_slow
 from hypothesis import HealthCheck, settings
+from on_device import device_type
 from ranks import Ranks
 
 
@@ -81,7 +82,7 @@ def _collect_garbage() -> None:
     gc.freeze()
 
 
-_RANKS: dict[int, Ranks] = {}
+_RANKS: dict[int | str, Ranks] = {}
 
 
 @pytest.fixture
@@ -98,6 +99,14 @@ def three_ranks() -> Ranks:
 @pytest.fixture
 def four_ranks() -> Ranks:
     return _RANKS.setdefault(4, Ranks(4))
+
+
+@pytest.fixture
+def two_devices() -> Ranks:
+    """Two processes, each with an accelerator; they stay for the whole run."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    return _RANKS.setdefault("two devices", Ranks(2, device=device_type()))
 
 
 def pytest_unconfigure() -> None:

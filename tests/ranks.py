@@ -47,7 +47,7 @@ class RankFailure(AssertionError):
     """A case raised something on a rank."""
 
 
-def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s: float) -> None:
+def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s: float, device: str) -> None:
     # What a crash says, wherever the standard error of the test that came first went.
     os.dup2(os.open(_words_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
@@ -55,10 +55,18 @@ def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s
     import torch
     import torch.distributed as dist
 
+    backend = "gloo"
+    if device == "sim":
+        import simulated_device
+
+        simulated_device.register()
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
@@ -86,11 +94,14 @@ def _words_of(folder: Path, rank: int) -> Path:
 
 
 class Ranks:
-    """``world_size`` processes with a gloo group, in which they wait for each other for ``timeout_s``."""
+    """``world_size`` processes with a group, in which they wait for each other for ``timeout_s``.
 
-    def __init__(self, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
+    On the CPU its backend is gloo. Otherwise each rank has a device of this type, which is current.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = TIMEOUT_S, device: str = "cpu") -> None:
         self.world_size = world_size
-        self._timeout_s = timeout_s
+        self._timeout_s, self._device = timeout_s, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
@@ -101,7 +112,9 @@ class Ranks:
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, self._folder, theirs, self._timeout_s), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, self._folder, theirs, self._timeout_s, self._device),
+                daemon=True,
             )
             process.start()
             theirs.close()

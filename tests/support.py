@@ -122,7 +122,7 @@ class PlainLoop:
         """Take the parameter as the master, where it is not the rounded master."""
         parameter, master = self.parameters[index], self.masters[index]
         with torch.no_grad():
-            flat = parameter.detach().reshape(-1)
+            flat = parameter.detach().reshape(-1).cpu()
             mine = master[: flat.numel()]
             mine.copy_(torch.where(mine.to(flat.dtype) == flat, mine, flat.float()))
 

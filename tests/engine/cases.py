@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from on_device import device_type
 from support import whole
 
 import longshore
@@ -57,12 +58,17 @@ def step_ahead(store: Any, ahead: str) -> None:
             speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")
 
 
+def _device(place: str, rank: int) -> torch.device:
+    """Where the model is: ``"device"`` and ``"device split"`` are the accelerator of this rank."""
+    return torch.device(device_type(), rank) if place.startswith("device") else torch.device("cpu")
+
+
 def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: torch.dtype, ahead: str) -> Any:
     """The engine of a cell, on this rank."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model = make_model(dtype, scenario.tied)
+    model = make_model(dtype, scenario.tied, _device(place, rank))
     scenario.prepare(model)
     # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
     bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1)
@@ -83,7 +89,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
         transfer=transfer,
         device=config.offload_device,
         speculation_memory=0 if ahead == "off" else "100%",
-        ratio=0.6 if place == "split" else 1.0,
+        ratio=0.6 if place.endswith("split") else 1.0,
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
@@ -116,7 +122,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
     engine = engine_of(scenario, stage, place, bucket, dtype, ahead)
     model = engine.module
-    oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
+    oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), **OPTIONS)
     base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
     clipped = kept = redone = 0
     step_ahead(engine.optimizer._core.store, ahead)

@@ -422,7 +422,7 @@ def killed_while_publishing(stage: int, gathering: int | None, told: str) -> Non
 
 
 def _be_killed(store: Any, gathering: int | None) -> None:
-    inner, send, count = store.local.commit, store.collectives.gather, 0
+    inner, send, count = store.local.commit, store.collectives.data.gather, 0
 
     def commit(*args: Any) -> None:
         inner(*args)
@@ -437,7 +437,7 @@ def _be_killed(store: Any, gathering: int | None) -> None:
         return send(chunk)
 
     store.local.commit = commit
-    store.collectives.gather = gather
+    store.collectives.data.gather = gather
 
 
 def left_by_engines(stage: int) -> list[tuple[int, int]]:

@@ -233,6 +233,25 @@ def reads_state_after_two_failures(stage: int) -> str:
     return said
 
 
+def stepped_again_on_one_rank(stage: int) -> list[str]:
+    """The ranks differ in their learning rate, so that ``step()`` is an error on both. Rank 0 discards the window, and
+    rank 1 calls ``step()`` again, when rank 0 is in the one of its next window: what both calls say."""
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    (group,) = engine.optimizer.param_groups
+    rate = group["lr"]
+    group["lr"] = rate * (1 + rank)
+    backward(engine, 7, rank)
+    said = [raised_by(engine.step)]
+    group["lr"] = rate
+    if rank == 1:
+        said.append(raised_by(engine.step))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
 def flagged_after_the_step(stage: int, backwards: int) -> list[str]:
     """A window is one ``try`` with its ``step()`` on each rank, and rank 0 fails in it; then both ask whether one did,
     and discard the window."""

@@ -118,7 +118,7 @@ def shards(zero: dict[str, Any], backwards: int, heads: tuple[str, ...] = HEADS)
     found: dict[str, Any] = {"launched in backward": [], "gathered": []}
     with started(file(zero_optimization=zero, gradient_accumulation_steps=backwards), model) as engine:
         store = engine.optimizer._core.store
-        submitted, gathered = Counted(store.collectives, "submit"), Counted(store.collectives, "gather")
+        submitted, gathered = Counted(store.collectives, "submit"), Counted(store.collectives.data, "gather")
         end_backward = store.end_backward
 
         def end(failure: Any) -> None:

@@ -38,9 +38,9 @@ class MultiTask(nn.Module):
         return torch.stack([self.heads[name](x).float().pow(2).sum() for name in heads]).sum()
 
 
-def make_model(dtype: torch.dtype, tied: bool = False) -> MultiTask:
+def make_model(dtype: torch.dtype, tied: bool = False, device: torch.device | str = "cpu") -> MultiTask:
     torch.manual_seed(0)
-    return MultiTask(tied).to(dtype)
+    return MultiTask(tied).to(device=device, dtype=dtype)
 
 
 def inputs(step: int, micro: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -211,7 +211,7 @@ def drive(engine: Any, window: Window, step: int, rank: int, dtype: torch.dtype)
 
     def loss_of(number: int, backward: Backward) -> Tensor:
         losses = [
-            engine(inputs(step, 10 * number + place, rank, dtype), heads)
+            engine(inputs(step, 10 * number + place, rank, dtype).to(engine.device), heads)
             for place, heads in enumerate(backward.forwards)
         ]
         return torch.stack(losses).sum()
@@ -235,12 +235,21 @@ def drive(engine: Any, window: Window, step: int, rank: int, dtype: torch.dtype)
 
 
 class Oracle:
-    """Plain PyTorch on a twin of the model: the loop that DESIGN.md names for the stage."""
+    """Plain PyTorch on a twin of the model: the loop that DESIGN.md names for the stage. Its gradients are computed on
+    the ``device``, and what becomes of them on the CPU."""
 
-    def __init__(self, scenario: Scenario, dtype: torch.dtype, world_size: int, stage: int, **defaults: Any) -> None:
-        self.model = make_model(dtype, scenario.tied)
+    def __init__(
+        self,
+        scenario: Scenario,
+        dtype: torch.dtype,
+        world_size: int,
+        stage: int,
+        device: torch.device | str = "cpu",
+        **defaults: Any,
+    ) -> None:
+        self.model = make_model(dtype, scenario.tied, device)
         scenario.prepare(self.model)
-        self._dtype, self._world_size = dtype, world_size
+        self._dtype, self._world_size, self._device = dtype, world_size, device
         self._each_backward = stage >= 2
         groups = scenario.groups(self.model) if scenario.groups else list(self.model.parameters())
         if groups and isinstance(groups[0], dict):
@@ -278,7 +287,7 @@ class Oracle:
         self, backward: Backward, number: int, step: int, rank: int, accumulation: int
     ) -> list[Tensor | None]:
         losses = [
-            self.model(inputs(step, 10 * number + place, rank, self._dtype), heads)
+            self.model(inputs(step, 10 * number + place, rank, self._dtype).to(self._device), heads)
             for place, heads in enumerate(backward.forwards)
         ]
         loss = torch.stack(losses).sum()
@@ -288,7 +297,7 @@ class Oracle:
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         by_id = {id(parameter): gradient for parameter, gradient in zip(parameters, found, strict=True)}
         gradients = [by_id.get(id(parameter)) for parameter in self.loop.parameters]
-        return [None if gradient is None else gradient.float() for gradient in gradients]
+        return [None if gradient is None else gradient.float().cpu() for gradient in gradients]
 
 
 def _sum(entries: Sequence[Tensor | None]) -> Tensor | None:

@@ -107,6 +107,15 @@ def test_optimizer_state_is_read_in_a_later_window(stage: int, two_ranks: Ranks)
 
 
 @STAGES
+def test_a_refused_step_that_one_rank_tries_again(stage: int, two_ranks: Ranks) -> None:
+    """Its window, which the other has discarded, is not stepped with the batch of the other's next one."""
+    first, second = two_ranks(cases.stepped_again_on_one_rank, stage)
+    assert first == second[:1]
+    assert first[0].startswith("RankError: the ranks are about to step differently")
+    assert second[1] == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
+
+
+@STAGES
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_backward_that_fails_is_told_in_the_step_of_the_others(stage: int, backwards: int, two_ranks: Ranks) -> None:
     first, second = two_ranks(cases.flagged_after_the_step, stage, backwards)

@@ -108,19 +108,25 @@ MUTANTS = [
         (ONE_SIDED,),
     ),
     # -- reduction.py ---------------------------------------------------------
-    Mutant("the flags are not read", "sharding/reduction.py", "                if flag\n", "", (COLLECTIVES,)),
+    Mutant(
+        "the flags are not read",
+        "sharding/reduction.py",
+        "if parameter in theirs",
+        "if theirs",
+        (COLLECTIVES,),
+    ),
     Mutant(
         "every rank says that it has everything",
         "sharding/reduction.py",
-        "entry.owned.parameter in has for",
-        "entry.owned.parameter >= 0 for",
+        "has = [member.parameter in gradients for",
+        "has = [member.parameter >= 0 for",
         (COLLECTIVES,),
     ),
     Mutant(
         "ranks are added in another order",
         "sharding/reduction.py",
-        "zip(received, flags[:, position], strict=True)",
-        "zip(received[::-1], flags[:, position].flip(0), strict=True)",
+        "zip(received, has_by_rank, strict=True)",
+        "zip(received[::-1], has_by_rank[::-1], strict=True)",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -140,8 +146,8 @@ MUTANTS = [
     Mutant(
         "ranks are added in the gradients' dtype",
         "sharding/reduction.py",
-        "torch.empty(entry.owned.numel, dtype=torch.float32, device=device)",
-        "torch.empty(entry.owned.numel, dtype=dtype, device=device)",
+        "torch.empty(entry.owned.numel, dtype=torch.float32, device=data.device)",
+        "torch.empty(entry.owned.numel, dtype=dtype, device=data.device)",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -154,8 +160,8 @@ MUTANTS = [
     Mutant(
         "each rank adds what it sent",
         "sharding/reduction.py",
-        "received = collectives.exchange(outgoing)",
-        "received = list(outgoing.memory.view(world_size, part_bytes))",
+        "for part in data.exchange(outgoing)]",
+        "for part in outgoing.memory.view(world_size, -1)]",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -307,7 +313,7 @@ MUTANTS = [
         "sharding/collective_thread.py",
         "self.differed = True",
         "self.differed = False",
-        ("tests/engine/test_one_sided.py",),
+        (ONE_SIDED,),
     ),
     Mutant(
         "a step that was refused is told to nobody",
@@ -317,10 +323,10 @@ MUTANTS = [
         ("tests/engine/test_one_sided.py",),
     ),
     Mutant(
-        "a failed backward is told at a step that a declared boundary leaves out",
+        "no step before the boundary says that a backward failed",
         "engine/window.py",
-        "counted = self.boundary is None and (",
-        "counted = (",
+        "        if self.failed is not None:\n            raise self.failed\n",
+        "",
         ("tests/engine/test_failures.py::test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward",),
     ),
     Mutant(
@@ -584,15 +590,15 @@ MUTANTS = [
     ),
     Mutant(
         "what is gathered is not waited for",
-        "sharding/collective_thread.py",
+        "sharding/data_plane.py",
         "                request.wait()\n",
         "                pass\n",
         (COLLECTIVES,),
     ),
     Mutant(
         "what is gathered lacks this rank's own",
-        "sharding/collective_thread.py",
-        "        received[self.rank].copy_(own)\n",
+        "sharding/data_plane.py",
+        "            received[self.rank].copy_(own)\n",
         "",
         (COLLECTIVES,),
     ),

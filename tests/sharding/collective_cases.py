@@ -19,14 +19,14 @@ from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import plan_buckets
 from longshore.sharding.ownership import Ownership, Replicated
 from longshore.sharding.reduction import reduce_shard
-from longshore.sharding.twin_groups import timeout_of, twin_of
+from longshore.sharding.twin_groups import Twins, timeout_of, twin_of, twins_of
 from sharding.gathering_cases import sharing
 
 CPU = torch.device("cpu")
 
 
 def make_thread() -> CollectiveThread:
-    return CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
+    return CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +176,8 @@ def _gathering(chunk_numel: int, numels: list[int]) -> None:
 
 def rank_that_ends(rank_to_end: int) -> str:
     """One rank dies; the other is told within seconds, and nothing runs on its thread any more."""
-    collectives = CollectiveThread(dist.group.WORLD, CPU, 1 << 20)  # which is connected: the death comes later
+    group = dist.group.WORLD  # which is connected: the death comes later
+    collectives = CollectiveThread(Twins(group, group), CPU, 1 << 20)
     if collectives.rank == rank_to_end:
         import os
 

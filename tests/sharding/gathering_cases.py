@@ -18,7 +18,7 @@ from longshore.sharding import shared_memory as module
 from longshore.sharding.agreement import WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
-from longshore.sharding.twin_groups import twin_of
+from longshore.sharding.twin_groups import twins_of
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def interrupted() -> list[str]:
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
-    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
+    collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     said: list[str] = []
     handler = logging.Handler()
@@ -112,7 +112,7 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
+    collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
@@ -156,7 +156,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
 def exchanged(seed: int, where: str) -> int:
     """Exchanges and gathers of random sizes, on ranks that are late at random; returns how many were shared."""
     with sharing(where):
-        collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
+        collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
         try:
             return collectives.run(lambda: _exchanged(collectives, seed))
         finally:
@@ -168,17 +168,17 @@ def _exchanged(collectives: CollectiveThread, seed: int) -> int:
     shared = 0
     for number in range(60):
         count, exchange = sizes.choice([64, 1024, 100_032]), sizes.random() < 0.5
-        outgoing = collectives.outgoing(count * (collectives.world_size if exchange else 1), CPU)
+        outgoing = collectives.data.outgoing(count * (collectives.world_size if exchange else 1))
         shared += outgoing.block is not None
         chunks = outgoing.memory.view(-1, count)
         for place, chunk in enumerate(chunks):
             chunk.fill_(50 * collectives.rank + 10 * place + number % 10)
         time.sleep(late.choice([0, 0, 0.002]))
-        found = collectives.exchange(outgoing) if exchange else collectives.gather(outgoing)
+        found = collectives.data.exchange(outgoing) if exchange else collectives.data.gather(outgoing)
         time.sleep(late.choice([0, 0, 0.002]))
         for rank, chunk in enumerate(found):
             expected = 50 * rank + 10 * (collectives.rank if exchange else 0) + number % 10
             assert chunk.shape == (count,) and bool((chunk == expected).all()), (number, rank)
-    held = [] if collectives._shared is None else collectives._shared._blocks
+    held = [] if collectives.data._shared is None else collectives.data._shared._blocks
     assert sum(block.capacity for block in held) <= 3 * collectives.world_size**2 * (100_032 + (1 << 16))
     return shared

@@ -14,10 +14,12 @@ import os, sys, time, torch
 import torch.distributed as dist
 from longshore.sharding.agreement import Action
 from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.twin_groups import twins_of
 
+CPU = torch.device("cpu")
 rank, delay_s = int(sys.argv[1]), float(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-thread = CollectiveThread(dist.new_group(), torch.device("cpu"), limit_bytes=1)
+thread = CollectiveThread(twins_of(None, CPU), CPU, limit_bytes=1)
 thread.run(lambda: thread.meet(Action.STEP, 0, 0))
 """
 

@@ -15,6 +15,9 @@ from simulated_device.registration import NAME, native
 _c10d: Any = torch._C._distributed_c10d
 
 
+_At = Callable[[Tensor], Tensor]
+
+
 class Work:
     """Handle of a collective on a stream. As with nccl, waiting for it lets the current stream wait, not the host."""
 
@@ -41,19 +44,19 @@ class SimulatedCollectives(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # Two groups, since a collective is known by how many came before it: those of streams run at other times.
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("streams", store), rank, size, timeout)
+        self._on_the_host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
         self._world_size = size
         self._names: dict[str, str] = {}
 
-    def _on_stream(
-        self, tensors: Sequence[Tensor], call: Callable[[Callable[[Tensor], Tensor]], Any], kind: str
-    ) -> Any:
-        """Put a collective on its stream, after what is on the current one. ``call`` gets a function that returns each
-        tensor as gloo can use it."""
+    def _on_stream(self, tensors: Sequence[Tensor], call: Callable[[Any, _At], Any], kind: str) -> Any:
+        """Put a collective on its stream, after what is on the current one. ``call`` gets gloo's group, and a function
+        that returns each tensor as gloo can use it."""
         device = tensors[0].device
         if device.type == "cpu":
-            return call(lambda tensor: tensor)
+            return call(self._on_the_host, lambda tensor: tensor)
         assert all(each.device == device and each.is_contiguous() for each in tensors)
         if (device, kind) not in self._streams:
             self._streams[device, kind] = torch.Stream(device)
@@ -62,39 +65,43 @@ class SimulatedCollectives(dist.ProcessGroup):
         memory = {id(each): native().for_kernels(each.detach()) for each in tensors}
         for each in tensors:
             each.record_stream(stream)
-        native().call_on_stream(device.index, stream.stream_id, lambda: call(lambda tensor: memory[id(tensor)]).wait())
+
+        def run() -> None:
+            call(self._gloo, lambda tensor: memory[id(tensor)]).wait()
+
+        native().call_on_stream(device.index, stream.stream_id, run)
         return Work(stream.record_event(), device)
 
-    def _together(self, tensors: Sequence[Tensor], call: Callable[[Callable[[Tensor], Tensor]], Any]) -> Any:
+    def _together(self, tensors: Sequence[Tensor], call: Callable[[Any, _At], Any]) -> Any:
         return self._on_stream(tensors, call, "collective")
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = tensors if isinstance(tensors, list) else [tensors]
         options = opts or _c10d.AllreduceOptions()
-        return self._together(tensors, lambda at: self._gloo.allreduce([at(each) for each in tensors], options))
+        return self._together(tensors, lambda gloo, at: gloo.allreduce([at(each) for each in tensors], options))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        return self._together(tensors, lambda at: self._gloo.broadcast([at(each) for each in tensors], opts))
+        return self._together(tensors, lambda gloo, at: gloo.broadcast([at(each) for each in tensors], opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        def call(at: Callable[[Tensor], Tensor]) -> Any:
+        def call(gloo: Any, at: _At) -> Any:
             received = [[at(each) for each in outputs[0]]]
-            return self._gloo.allgather(received, [at(each) for each in inputs], _c10d.AllgatherOptions())
+            return gloo.allgather(received, [at(each) for each in inputs], _c10d.AllgatherOptions())
 
         return self._together([*inputs, *outputs[0]], call)
 
     def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> Any:
-        def call(at: Callable[[Tensor], Tensor]) -> Any:
+        def call(gloo: Any, at: _At) -> Any:
             received = list(at(output).view(-1).chunk(self._world_size))
-            return self._gloo.allgather([received], [at(part).reshape(-1)], _c10d.AllgatherOptions())
+            return gloo.allgather([received], [at(part).reshape(-1)], _c10d.AllgatherOptions())
 
         return self._together([output, part], call)
 
     _allgather_base = all_gather_single
 
     def all_to_all_single(self, output: Tensor, source: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
-        def call(at: Callable[[Tensor], Tensor]) -> Any:
-            return self._gloo.alltoall_base(at(output), at(source), received, sent, _c10d.AllToAllOptions())
+        def call(gloo: Any, at: _At) -> Any:
+            return gloo.alltoall_base(at(output), at(source), received, sent, _c10d.AllToAllOptions())
 
         return self._together([output, source], call)
 
@@ -104,16 +111,16 @@ class SimulatedCollectives(dist.ProcessGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         return self._on_stream(
-            tensors, lambda at: self._gloo.send([at(each) for each in tensors], to, tag), f"send to {to}"
+            tensors, lambda gloo, at: gloo.send([at(each) for each in tensors], to, tag), f"send to {to}"
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         return self._on_stream(
-            tensors, lambda at: self._gloo.recv([at(each) for each in tensors], source, tag), f"receive from {source}"
+            tensors, lambda gloo, at: gloo.recv([at(each) for each in tensors], source, tag), f"receive from {source}"
         )
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._gloo.barrier(_c10d.BarrierOptions())
+        return self._on_the_host.barrier(_c10d.BarrierOptions())
 
     # torch asks a process group that Python defines for these.
 
@@ -135,6 +142,25 @@ class SimulatedCollectives(dist.ProcessGroup):
         return self._names["description"]
 
 
+def _all_gather(part: Tensor, size: int, name: str) -> Tensor:
+    output = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    dist.all_gather_single(output, part.contiguous(), dist.distributed_c10d._resolve_process_group(name))
+    return output
+
+
+def _all_reduce(tensor: Tensor, operation: str, name: str) -> Tensor:
+    reduced = tensor.clone()
+    operations = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+    dist.all_reduce(reduced, operations[operation], dist.distributed_c10d._resolve_process_group(name))
+    return reduced
+
+
+_functional = torch.library.Library("_c10d_functional", "IMPL")
+
+
 def register() -> None:
     """Make ``simccl`` known to ``torch.distributed``, for simulated devices and the CPU."""
     dist.Backend.register_backend("simccl", SimulatedCollectives, devices=[NAME, "cpu"])
+    # What DTensors call does not find a group that Python defines.
+    _functional.impl("all_gather_into_tensor", _all_gather, "PrivateUse1")
+    _functional.impl("all_reduce", _all_reduce, "PrivateUse1")

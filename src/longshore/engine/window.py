@@ -85,9 +85,6 @@ class Window:
         """The boundary that the user declared last; None: none was declared, so backwards are counted."""
         self.discards = 0
         """Windows that were discarded since the last step that was due, as a loop does that never trains."""
-        self._steps_after_each = True
-        """Whether the last window of several backwards had a ``step()`` after each of them, or one for all."""
-        self._attempts = self.calls = 0
         self._loss: Tensor | None = None
         """Sum of the losses of this window, not a number if one of them is not finite."""
         self._lost_steps = 0
@@ -96,10 +93,6 @@ class Window:
 
     def begin(self) -> None:
         """Begin a new window, after the former one was applied, skipped or discarded."""
-        if self._attempts > 1:
-            self._steps_after_each = self.calls > 0
-        self._attempts = 0
-        """Calls of ``engine.backward()``, with those that raised."""
         self.backwards = 0
         """Calls of ``engine.backward()`` that raised nothing."""
         self.calls = 0
@@ -165,7 +158,6 @@ class Window:
                 value = value + (self._loss - self._loss).to(value.device)
             self._loss = value
         self._arrived = arrived
-        self._attempts += 1
         self.backwards += succeeded
 
     # -- the step -------------------------------------------------------------
@@ -173,18 +165,11 @@ class Window:
     def due(self, raw: bool, loss_scale: float) -> bool:
         """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``.
 
-        After a failed backward it is due where the others are due as well, so that all of them meet, and raise.
-
         Raises:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
-            GradientError: these have no loss scale; or a backward failed, and the window goes on for the other ranks.
+            GradientError: these have no loss scale; or a backward of this window failed.
         """
         if self.failed is not None:
-            after_each = self.calls + 1 >= self._attempts if self._attempts > 1 else self._steps_after_each
-            counted = self.boundary is None and (raw or not after_each or not self.managed)
-            if self.at_boundary() or counted:
-                return True
-            self.calls += 1
             raise self.failed
         due = self._counted(raw)
         if due and raw and not self.scaled and loss_scale != 1.0:

@@ -1,4 +1,8 @@
-"""The one thread that calls all collectives of an engine, in order (law 7), and the process groups that they use."""
+"""The one thread that calls all collectives of an engine, in order (law 7), and the process groups that they use.
+
+Ranks meet over gloo, on the CPU, also if their tensors are on a device: a meeting never waits for what the device has
+still to do, and a rank that ends is seen at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +20,10 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action
+from longshore.sharding.data_plane import DataPlane, all_gather_single
 from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, explain_difference
-from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.unfinished import let_go, wait_for, wait_on_stream
+from longshore.sharding.twin_groups import Twins
+from longshore.sharding.unfinished import let_go, wait_for
 from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
@@ -31,15 +36,6 @@ _NOTICE_DEBUGGING_S = 1.0
 _LOGGER = logging.getLogger("longshore")
 
 
-class Outgoing(NamedTuple):
-    """Memory to send: ``memory`` is flat uint8, and may be this rank's row of ``everyone``, which is in a shared
-    ``block``."""
-
-    memory: Tensor
-    block: SharedBlock | None = None
-    everyone: Tensor | None = None
-
-
 class CollectiveThread:
     """Thread that runs the collectives of one group of ranks, one after the other.
 
@@ -49,7 +45,7 @@ class CollectiveThread:
     it expects, which would end the process.
 
     Args:
-        group: process group of the ranks, used by this thread alone; :meth:`close` destroys it.
+        groups: process groups of the ranks, used by this thread alone; :meth:`close` destroys them.
         device: device on which communicated tensors have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
         modules: names of the modules that are gathered, by number.
@@ -61,18 +57,17 @@ class CollectiveThread:
             that.
         discards: how many windows this rank discarded; after a meeting for the same, as many as any rank did.
         notes: the note that each rank added in the last meeting, by rank.
+        data: moves tensors, in jobs.
         uncounted: may be that of another thread, if the same ranks meet there.
     """
 
-    def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
+    def __init__(self, groups: Twins, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
         # These are fixed.
         self._modules = modules
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
-        self.group = group
-        self.device = device
-        self._wait = wait_for if device.type == "cpu" else wait_on_stream
-        self._peers = dist.get_process_group_ranks(group)
+        self.rank: int = dist.get_rank(groups.control)
+        self.world_size: int = dist.get_world_size(groups.control)
+        self.groups: Twins | None = groups
+        self.data = DataPlane(groups.data, device, self.rows, self._communicating)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
@@ -100,10 +95,6 @@ class CollectiveThread:
         self._last_met = "when the engine was made"
         self._last_action = Action.STEP
         self.notes: list[Sequence[int]] = []
-        # This is made by the first exchange in host memory.
-        self._shared: SharedMemory | None = None
-        # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- jobs, from any thread ------------------------------------------------
 
@@ -177,14 +168,14 @@ class CollectiveThread:
         self._closing.set()
         if self._dead is None:
             self._worker.close()
-        if self._shared is not None:
-            self._shared.close()
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        self.data.close()
+        if self.groups is not None and dist.is_initialized():
+            for group in set(self.groups):
+                dist.destroy_process_group(group)
             # After an error no other rank comes to the last meeting, and the group's threads wait until its timeout.
-            let_go((self.group, self._of_latest), self._latest)
-            # This is usually the last reference: the group's threads and sockets end now, not at a garbage collection.
-            self.group, self._latest, self._of_latest = None, None, ()
+            let_go((self.groups.control, self._of_latest), self._latest)
+            # These are usually the last references: threads and sockets end now, not at a garbage collection.
+            self.groups, self._latest, self._of_latest = None, None, ()
 
     # -- meetings, from jobs --------------------------------------------------
 
@@ -229,11 +220,11 @@ class CollectiveThread:
             self._meeting = meeting
             try:
                 with self._communicating():
-                    self._wait(meeting.work, self._closing if action is Action.LEAVE else None)
+                    wait_for(meeting.work, self._closing if action is Action.LEAVE else None)
                 meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
                 if action is Action.LEAVE and self._closing.is_set():
                     return True
-                numbers = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
+                numbers = meeting.rows.view(self.world_size, -1).tolist()
             finally:
                 self._meeting = None
             rows = [Row.received(each) for each in numbers]
@@ -316,77 +307,17 @@ class CollectiveThread:
         else:
             gathered, work = self._gather_rows(said)
             with self._communicating():
-                self._wait(work)
-            found = gathered.cpu()
+                wait_for(work)
+            found = gathered
         return found.reshape(-1).view(row.dtype).view(self.world_size, *row.shape)
 
     def _gather_rows(self, row: Tensor) -> tuple[Tensor, Any]:
-        mine = row.to(self.device)
-        # In older torch the same call has a longer name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
+        rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype)
         with self._communicating():
-            self._latest = gather(rows, mine.reshape(-1), group=self.group, async_op=True)
-            self._of_latest = rows, mine
+            assert self.groups is not None
+            self._latest = all_gather_single(rows, row, self.groups.control)
+            self._of_latest = rows, row
         return rows, self._latest
-
-    def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
-        """Return memory for the data that :meth:`exchange` or :meth:`gather` sends next."""
-        if device.type == "cpu":
-            self._shared = self._shared or SharedMemory(self.rank, self.rows)
-            if found := self._shared.lend(self.world_size * num_bytes, held=False):
-                block, memory = found
-                everyone = memory.view(self.world_size, num_bytes)
-                return Outgoing(everyone[self.rank], block, everyone)
-        return Outgoing(self._buffer("send", num_bytes, device))
-
-    def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""
-        found = self._buffers.get((name, device))
-        if found is None or found.numel() < num_bytes:
-            found = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return found[:num_bytes]
-
-    def exchange(self, outgoing: Outgoing) -> list[Tensor]:
-        """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
-
-        Returns:
-            uint8 ``[part_bytes]`` by rank: the part that each rank sent to this one, valid until the next is sent.
-        """
-        if (found := self._read(outgoing)) is not None:
-            return [sent.view(self.world_size, -1)[self.rank] for sent in found]
-        parts = outgoing.memory.view(self.world_size, -1)
-        received = self._buffer("received", parts.numel(), parts.device).view(parts.shape)
-        with self._communicating():
-            self._wait(dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group, async_op=True))
-        return list(received)
-
-    def gather(self, outgoing: Outgoing) -> list[Tensor]:
-        """Send to all ranks; return what each rank sent, by rank: uint8, all of one size, valid until the next send."""
-        if (found := self._read(outgoing)) is not None:
-            return list(found)
-        own = outgoing.memory
-        received = self._buffer("received", self.world_size * own.numel(), own.device).view(self.world_size, -1)
-        received[self.rank].copy_(own)
-        self.complete(received)
-        return list(received)
-
-    def _read(self, outgoing: Outgoing) -> Tensor | None:
-        """Return what rank ``k`` wrote as row ``k``, once all have; None if the ranks share no memory now."""
-        if self._shared is None or not self._shared.works:
-            return None
-        said = self.rows(torch.tensor(self._shared.come(outgoing.block))).tolist()
-        return outgoing.everyone if self._shared.met(said) else None
-
-    def complete(self, rows: Tensor) -> None:
-        """Receive row ``k`` of ``rows`` from rank ``k``; this rank's own row is already there."""
-        # Rows are sent and received directly: gloo's own all-gather takes several times as long.
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self.group) for rank in others]
-        work += [dist.P2POp(dist.irecv, rows[rank], self._peers[rank], self.group) for rank in others]
-        with self._communicating():
-            for request in dist.batch_isend_irecv(work) if work else ():
-                request.wait()
 
 
 def _notice_s() -> float:

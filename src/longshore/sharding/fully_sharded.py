@@ -31,7 +31,7 @@ from longshore.sharding.fsdp import FullyShardedModel
 from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.twin_groups import twin_of
+from longshore.sharding.twin_groups import Twins, twin_of, twins_of
 
 _LOOK_S = 1.0
 """Seconds between a rank's checks of whether it waits for others."""
@@ -46,6 +46,7 @@ class FullySharded(Ownership):
         self, collectives: CollectiveThread, model: FullyShardedModel, parameters: Mapping[int, Tensor]
     ) -> None:
         super().__init__(collectives)
+        device = collectives.data.device
         self._model = model
         self._parameters = parameters
         self._data_ranks = model.grid.alike(model.tp_rank)
@@ -54,9 +55,10 @@ class FullySharded(Ownership):
         if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients are reduced in its jobs, over
             # this group.
-            group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
-            self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1)
-        self._gathers = GatherMeetings(model.shard_group, collectives.device, model.module_names, self.window)
+            assert collectives.groups is not None
+            groups = twins_of(collectives.groups.data, device, ranks=self._data_ranks)
+            self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1)
+        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.window)
         self._gathers_with_all = model.grid.shards == collectives.world_size
         if self._gathers_with_all:
             # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
@@ -208,7 +210,7 @@ class GatherMeetings:
     def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
         # Meetings go over gloo: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
-        self._collectives = CollectiveThread(twin, torch.device("cpu"), limit_bytes=1, modules=names)
+        self._collectives = CollectiveThread(Twins(twin, twin), torch.device("cpu"), limit_bytes=1, modules=names)
         self.uncounted = self._collectives.uncounted
         self._window = window
         self._underway: GatherWork | None = None
@@ -254,7 +256,7 @@ class GatherMeetings:
             if block is not None:
                 # This rank must not write other ranks' parts of shared memory: the tensor gets memory of its own.
                 output.set_(output.clone())  # pyright: ignore
-            self._collectives.complete(output.view(self._collectives.world_size, -1).view(torch.uint8))
+            self._collectives.data.complete(output.view(self._collectives.world_size, -1).view(torch.uint8))
 
         self._underway = GatherWork(finish, lambda: self._window.number == window)
         return self._underway

@@ -211,7 +211,7 @@ class Ownership:
         """Complete the parameters ``targets`` (flat, by index) on every rank. Called in a job."""
         example = next(iter(targets.values()))
         for start, numel in slices(bucket.shard_numel, self.collectives.world_size, self._gather_numel):
-            outgoing = self.collectives.outgoing(numel * example.element_size(), example.device)
+            outgoing = self.collectives.data.outgoing(numel * example.element_size())
             own = outgoing.memory.view(example.dtype)
             by_rank = [
                 [entry for entry in slice_entries(ranges, start, numel) if entry.owned.parameter in targets]
@@ -219,7 +219,7 @@ class Ownership:
             ]
             for entry in by_rank[self.collectives.rank]:
                 own[entry.in_slice] = targets[entry.owned.parameter][entry.in_parameter]
-            received = self.collectives.gather(outgoing)
+            received = self.collectives.data.gather(outgoing)
             for rank, entries in enumerate(by_rank):
                 if rank != self.collectives.rank:
                     values = received[rank].view(example.dtype)
@@ -247,9 +247,9 @@ class Ownership:
 
         def collect() -> list[Tensor]:
             self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.window.number)
-            outgoing = self.collectives.outgoing(padded.nbytes, self.collectives.device)
+            outgoing = self.collectives.data.outgoing(padded.nbytes)
             outgoing.memory.copy_(padded.view(torch.uint8))
-            return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.gather(outgoing)]
+            return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.data.gather(outgoing)]
 
         received = self.collectives.run(collect)
         return self._joined(parameter, [each[:count] for each, count in zip(received, counts, strict=True)])
@@ -285,12 +285,12 @@ class Replicated(Ownership):
         flags = torch.zeros(max(map(len, bucket.ranges)), dtype=torch.uint8)
         flags[: len(own)] = torch.tensor([owned.index in values for owned in own], dtype=torch.uint8)
         used = self.collectives.rows(flags).bool()
-        outgoing = self.collectives.outgoing(4 * bucket.shard_numel, self.collectives.device)
+        outgoing = self.collectives.data.outgoing(4 * bucket.shard_numel)
         shard = outgoing.memory.view(torch.float32)
         for owned, tensor in reduced:
             shard[owned.shard_offset : owned.shard_offset + owned.numel] = tensor
         # The gradients have to stay until the step, and the next collectives overwrite this memory.
-        shards = [received.view(torch.float32).clone() for received in self.collectives.gather(outgoing)]
+        shards = [received.view(torch.float32).clone() for received in self.collectives.data.gather(outgoing)]
         for rank, ranges in enumerate(bucket.ranges):
             for position, owned in enumerate(ranges):
                 if used[rank, position]:

@@ -5,17 +5,16 @@ their own dtype and are added in float32, rank by rank in order. That costs the 
 gradients' dtype, and gives the bits of one in float32, the same in every run.
 
 A bucket is sent in slices; a slice is the same range of every rank's shard. So the buffers are small, stay allocated
-and stay in the cache, and a gradient is freed as soon as its last slice is packed.
+and, on the CPU, stay in the cache; and a gradient is freed as soon as its last slice is packed.
 
-After the slice, each message has one byte for each shard range in it: whether the sender has a gradient of that
-parameter. So a range for which no rank has a gradient is not an arrival, and zeros of ranks without a gradient are not
-added.
+Before, each rank says for which parameters it has gradients. So a range for which no rank has a gradient is not an
+arrival, and zeros of ranks without a gradient are not added.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +24,10 @@ from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
 
-_ALIGNMENT = 64
-SLICE_NUMEL = 1 << 22  # elements over all ranks
+SLICE_NUMEL = 1 << 22
+"""Elements of a slice over all ranks, on the CPU."""
+DEVICE_SLICE_NUMEL = 1 << 26
+"""Elements of a slice on an accelerator, where each costs launches, and no cache is large enough."""
 _BLOCK_NUMEL = 1 << 17  # elements that a CPU adds up at a time, so that they stay in its cache
 
 
@@ -66,46 +67,48 @@ class ReductionSettings:
 
 
 def reduce_shard(
-    collectives: CollectiveThread, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype, predivide: float
+    collectives: CollectiveThread,
+    bucket: Bucket,
+    gradients: dict[int, Tensor],
+    dtype: torch.dtype,
+    predivide: float,
+    read: Callable[[Tensor], None] = lambda gradient: None,
 ) -> list[tuple[ShardRange, Tensor]]:
     """Reduce a bucket together with all other ranks, in a job of ``collectives``.
 
     ``gradients`` are this rank's, flat, by parameter. They are sent in ``dtype``, the same on all ranks, and removed
-    from the dictionary as they are sent. Returns the ranges of this rank for which any rank has a gradient, each with
-    the mean: float32, flat.
+    from the dictionary as they are sent; ``read`` is called with each before it is let go of. Returns the ranges of
+    this rank for which any rank has a gradient, each with the mean: float32, flat.
     """
-    world_size = collectives.world_size
-    device = next((gradient.device for gradient in gradients.values()), collectives.device)
-    has = set(gradients)
+    data, world_size = collectives.data, collectives.world_size
+    slice_numel = SLICE_NUMEL if data.device.type == "cpu" else DEVICE_SLICE_NUMEL
+    has = [member.parameter in gradients for member in bucket.members]
+    flags = collectives.rows(torch.tensor(has, dtype=torch.uint8)).bool().tolist()
+    has_by_rank = [{each.parameter for each, flag in zip(bucket.members, row, strict=True) if flag} for row in flags]
+    if not any(has_by_rank):
+        return []
     # The last offset in a shard, over all ranks, at which each parameter ends; 0 if none of these ranks has a range of
     # it, as may happen with tensor parallelism.
     last = {member.parameter: 0 for member in bucket.members}
     for owned in itertools.chain(*bucket.ranges):
         last[owned.parameter] = max(last[owned.parameter], owned.shard_offset + owned.numel)
     used: dict[int, tuple[ShardRange, Tensor]] = {}
-    for start, numel in slices(bucket.shard_numel, world_size, SLICE_NUMEL):
+    for start, numel in slices(bucket.shard_numel, world_size, slice_numel):
         by_rank = [slice_entries(ranges, start, numel) for ranges in bucket.ranges]
-        slice_bytes = numel * dtype.itemsize
-        part_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _ALIGNMENT) * _ALIGNMENT
-        outgoing = collectives.outgoing(world_size * part_bytes, device)
-        for part, entries in zip(outgoing.memory.view(world_size, part_bytes), by_rank, strict=True):
-            _pack(part[:slice_bytes].view(dtype), entries, gradients, 1.0 / predivide)
-            flags = torch.tensor([entry.owned.parameter in has for entry in entries], dtype=torch.uint8)
-            part[slice_bytes : slice_bytes + len(entries)].copy_(flags)
+        outgoing = data.outgoing(world_size * numel * dtype.itemsize)
+        for part, entries in zip(outgoing.memory.view(dtype).view(world_size, numel), by_rank, strict=True):
+            _pack(part, entries, gradients, 1.0 / predivide)
         for parameter in [parameter for parameter in gradients if last[parameter] <= start + numel]:
-            del gradients[parameter]
-        received = collectives.exchange(outgoing)
-        own = by_rank[collectives.rank]
-        flags = torch.stack([part[slice_bytes : slice_bytes + len(own)] for part in received]).cpu().bool()
-        for position, entry in enumerate(own):
+            read(gradients.pop(parameter))
+        received = [part.view(dtype) for part in data.exchange(outgoing)]
+        for entry in by_rank[collectives.rank]:
+            parameter = entry.owned.parameter
             arrays = [
-                part[:slice_bytes].view(dtype)[entry.in_slice]
-                for part, flag in zip(received, flags[:, position], strict=True)
-                if flag
+                part[entry.in_slice] for part, theirs in zip(received, has_by_rank, strict=True) if parameter in theirs
             ]
             if arrays:
                 if entry.owned.index not in used:
-                    values = torch.empty(entry.owned.numel, dtype=torch.float32, device=device)
+                    values = torch.empty(entry.owned.numel, dtype=torch.float32, device=data.device)
                     used[entry.owned.index] = (entry.owned, values)
                 add_up(used[entry.owned.index][1][entry.in_range], arrays, predivide / world_size)
     return list(used.values())

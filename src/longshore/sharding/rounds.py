@@ -284,8 +284,9 @@ class LocalGradients:
         if sums:  # a dtype that can represent both, so that no bit depends on which rank has a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
-        with self._local.transfer.aside(ready):
-            reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
+        transfer, predivide = self._local.transfer, self._settings.predivide
+        with transfer.aside(ready):
+            reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide, transfer.read_aside)
             for owned, values in self._ownership.spread(bucket, reduced):
                 self._local.arrive(owned.index, values)
 

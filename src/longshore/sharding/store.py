@@ -21,7 +21,7 @@ from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
-from longshore.sharding.twin_groups import twin_of
+from longshore.sharding.twin_groups import twins_of
 from longshore.tiles import (
     Forecast,
     OwnedRange,
@@ -78,7 +78,7 @@ class ShardedOffload(StoreFactory):
             # At most as many as are gathered together may wait: the device has no room for gradients of all modules.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
         limit_bytes = waiting_numel * torch.float32.itemsize  # this is also the size of two buckets in 16 bits
-        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes)
+        collectives = CollectiveThread(twins_of(self.group, device), device, limit_bytes)
         # If gradients are reduced in step(), there is no backward during which to step ahead.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,23 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
     ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
     part = len(ranks) < dist.get_world_size()  # if so, the other ranks need not call
     return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
+
+
+class Twins(NamedTuple):
+    """Two process groups of the same ranks: one for tensors, and one of gloo for what the ranks say to each other.
+
+    With a device's own backend each meeting would wait for the device, and for a rank that is gone for ever. On the CPU
+    both are one group.
+    """
+
+    data: Any
+    control: Any
+
+
+def twins_of(group: Any, device: torch.device, ranks: list[int] | None = None) -> Twins:
+    """Make both groups; see :func:`twin_of`."""
+    data = twin_of(group, device, ranks=ranks)
+    return Twins(data, data if device.type == "cpu" else twin_of(group, device, "gloo", ranks))
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

@@ -38,14 +38,6 @@ def wait_for(work: Any, unless: threading.Event | None = None) -> None:
     work.wait()
 
 
-def wait_on_stream(work: Any, unless: threading.Event | None = None) -> None:
-    """Let the current stream of a device wait for a collective. This does not block, except with ``unless``: see
-    :func:`wait_for`."""
-    while unless is not None and not (unless.is_set() or work.is_completed()):
-        time.sleep(_POLL_S)
-    work.wait()
-
-
 def let_go(group: tuple[Any, ...], latest: Any) -> None:
     """Drop the last references to a group and its tensors, as soon as that takes no time.
 

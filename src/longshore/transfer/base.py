@@ -143,6 +143,10 @@ class Transfer(ABC):
         work is done when the block ends, so this is for threads that wait anyway."""
         return nullcontext()
 
+    def read_aside(self, source: Tensor) -> None:
+        """Note that a block of :meth:`aside` reads ``source``, of which the caller may drop the last reference now."""
+        return
+
     def worker_delay(self) -> None:
         """Delay a job of the host worker, which calls this method first; only the simulated transfer sleeps."""
         return

@@ -106,6 +106,10 @@ class DeviceTransfer(StagedTransfer[DeviceCopyStream]):
     def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
         return _beside(self._beside, ready)
 
+    def read_aside(self, source: Tensor) -> None:
+        # The stream that it was allocated on may use the memory again, but only once it has been read.
+        source.record_stream(self._beside)
+
     def close(self) -> None:
         self.synchronize()
 
@@ -132,3 +136,6 @@ class ResidentTransfer(UnstagedTransfer):
 
     def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
         return _beside(self._beside, ready)
+
+    def read_aside(self, source: Tensor) -> None:
+        source.record_stream(self._beside)

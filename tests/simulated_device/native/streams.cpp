@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
@@ -88,6 +89,9 @@ void Queue::run() {
       tasks_.pop_front();
       busy_ = true;
     }
+    // Kernels of the CPU add in another order with another number of threads, which each thread of OpenMP and MKL has a
+    // setting for: as many as torch.set_num_threads() said last.
+    at::init_num_threads();
     try {
       task();
     } catch (const c10::Error& error) {

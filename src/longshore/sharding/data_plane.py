@@ -1,0 +1,132 @@
+"""Exchange of tensors between ranks: over memory that they share, gloo, or the backend of their device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.unfinished import wait_for
+
+
+class Outgoing(NamedTuple):
+    """Memory to send: ``memory`` is flat uint8, and may be this rank's row of ``everyone``, which is in a shared
+    ``block``."""
+
+    memory: Tensor
+    block: SharedBlock | None = None
+    everyone: Tensor | None = None
+
+
+class DataPlane:
+    """Collectives that move tensors. Their sizes follow from what the ranks said in the meetings before, so all ranks
+    call the same ones, in jobs of a :class:`CollectiveThread`.
+
+    On an accelerator they run on the current stream, and do not wait for it.
+
+    Args:
+        group: process group of the ranks, used by one thread alone.
+        device: device of all tensors.
+        rows: see :meth:`CollectiveThread.rows`.
+        communicating: context in which errors of torch.distributed become a :class:`RankError`.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        rows: Callable[[Tensor], Tensor],
+        communicating: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.device = device
+        self._group = group
+        self._rows = rows
+        self._communicating = communicating
+        self._peers = dist.get_process_group_ranks(group)
+        # Without a wait of the host, the current stream of an accelerator waits.
+        self._wait: Callable[[Any], None] = wait_for if device.type == "cpu" else lambda work: work.wait()
+        # This is made by the first exchange in host memory.
+        self._shared: SharedMemory | None = None
+        # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
+        self._buffers: dict[str, Tensor] = {}
+
+    def outgoing(self, num_bytes: int) -> Outgoing:
+        """Return memory for the data that :meth:`exchange` or :meth:`gather` sends next."""
+        if self.device.type == "cpu":
+            self._shared = self._shared or SharedMemory(self.rank, self._rows)
+            if found := self._shared.lend(self.world_size * num_bytes, held=False):
+                block, memory = found
+                everyone = memory.view(self.world_size, num_bytes)
+                return Outgoing(everyone[self.rank], block, everyone)
+        return Outgoing(self._buffer("send", num_bytes))
+
+    def _buffer(self, name: str, num_bytes: int) -> Tensor:
+        """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""
+        found = self._buffers.get(name)
+        if found is None or found.numel() < num_bytes:
+            found = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return found[:num_bytes]
+
+    def exchange(self, outgoing: Outgoing) -> list[Tensor]:
+        """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
+
+        Returns:
+            uint8 ``[part_bytes]`` by rank: the part that each rank sent to this one, valid until the next is sent.
+        """
+        if (found := self._read(outgoing)) is not None:
+            return [sent.view(self.world_size, -1)[self.rank] for sent in found]
+        parts = outgoing.memory.view(self.world_size, -1)
+        received = self._buffer("received", parts.numel()).view(parts.shape)
+        with self._communicating():
+            self._wait(dist.all_to_all_single(received.view(-1), parts.view(-1), group=self._group, async_op=True))
+        return list(received)
+
+    def gather(self, outgoing: Outgoing) -> list[Tensor]:
+        """Send to all ranks; return what each rank sent, by rank: uint8, all of one size, valid until the next send."""
+        if (found := self._read(outgoing)) is not None:
+            return list(found)
+        own = outgoing.memory
+        received = self._buffer("received", self.world_size * own.numel()).view(self.world_size, -1)
+        if self.device.type == "cpu":
+            received[self.rank].copy_(own)
+            self.complete(received)
+            return list(received)
+        with self._communicating():
+            self._wait(all_gather_single(received.view(-1), own, self._group))
+        return list(received)
+
+    def _read(self, outgoing: Outgoing) -> Tensor | None:
+        """Return what rank ``k`` wrote as row ``k``, once all have; None if the ranks share no memory now."""
+        if self._shared is None or not self._shared.works:
+            return None
+        said = self._rows(torch.tensor(self._shared.come(outgoing.block))).tolist()
+        return outgoing.everyone if self._shared.met(said) else None
+
+    def complete(self, rows: Tensor) -> None:
+        """Receive row ``k`` of ``rows``, on the CPU, from rank ``k``; this rank's own row is already there."""
+        # Rows are sent and received directly: gloo's own all-gather takes several times as long.
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self._group) for rank in others]
+        work += [dist.P2POp(dist.irecv, rows[rank], self._peers[rank], self._group) for rank in others]
+        with self._communicating():
+            for request in dist.batch_isend_irecv(work) if work else ():
+                request.wait()
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+        self._group = None  # a reference would keep sockets open
+
+
+def all_gather_single(output: Tensor, part: Tensor, group: Any) -> Any:
+    """Gather equal parts, flat, in the order of the ranks; return the handle."""
+    # In older torch the same call has a longer name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, group=group, async_op=True)
