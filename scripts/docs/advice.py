@@ -58,6 +58,7 @@ BY_FAMILY = [
     (r"^IllegalTransitionError", "It is a bug in longshore: please report it."),
     (r"^AttributeError.*«instead»", "The message ends with what to use instead."),
     (r"This is a bug in longshore", "Report it; `zero_grad()` on every rank, and go on."),
+    (r"a gradient was taken out of \.grad", "`engine.zero_grad()`, on every rank, and go on."),
     (
         r"is a placeholder that does not stand",
         "Let each parameter have one optimizer, and its own `.grad`; `zero_grad()`.",
@@ -230,6 +231,8 @@ SECTIONS = (
             "machine/",
             "sharding/agreement.py",
             "sharding/collective_thread.py",
+            "sharding/meeting.py",
+            "sharding/rounds.py",
             "checkpoint/rank_group.py",
         ),
         "Mend what it names, and start the ranks again.",

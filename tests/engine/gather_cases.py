@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import longshore
 from engine.fully_sharded_cases import Beside, beside, config_of, make_tower, raised_by, words_of
+from engine.scenarios import HEADS, inputs, make_model
 from longshore import utils
 from longshore.compat import deepspeed
 
@@ -389,3 +390,28 @@ def of_no_engine() -> list[str]:
     with beside(model=model), longshore.gather(former[0]):  # the next engine of the same model
         assert torch.equal(former[0], make_tower().embedding.weight)
     return said
+
+
+def written_where_writes_are_not_looked_for() -> None:
+    """At stage 1, where parameters are whole: what one rank writes in the block counts on all, whatever torch sees."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    models = [make_model(torch.bfloat16) for _ in range(2)]
+    offload = longshore.Offload(detect_writes=False)
+    config = longshore.Config(stage=1, optimizer={"type": "AdamW", "lr": 0.1})
+    engines = [longshore.initialize(model=model, config=config, offload=offload).engine for model in models]
+    for step in range(3):
+        for engine in engines:
+            engine.backward(engine(inputs(step, 0, rank, torch.bfloat16), HEADS))
+            engine.step()
+        if step == 1:
+            written, same = (model.first.weight for model in models)
+            with longshore.gather(written, modifier_rank=1):
+                if rank == 1:
+                    written.data.fill_(0.5)
+            with torch.no_grad():
+                same.fill_(0.5)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+    for engine in engines:
+        engine.optimizer.close()

@@ -233,6 +233,37 @@ def reads_state_after_two_failures(stage: int) -> str:
     return said
 
 
+def skipped_on_one_rank(stage: int, instead: str) -> list[str]:
+    """The forward of rank 1 fails for one batch, which its loop skips; the other goes on with that batch.
+
+    ``instead``: rank 1 ``"retries"`` the same batch, and discards nothing; or it was a batch that it ``"evaluates"``.
+    """
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    trained = check_trains_on(engine, stage, rank, range(1))
+    said = []
+    if rank == 1:
+        with torch.set_grad_enabled(instead != "evaluates"):
+            said.append(raised_by(lambda: explode(engine, 1, rank, in_forward=True)))
+        if instead != "retries":
+            engine.zero_grad()
+    if instead:
+        check_trains_on(engine, stage, rank, range(1, 4), trained)
+        engine.optimizer.close()
+        return said
+
+    def batch() -> None:
+        backward(engine, 1, rank)
+        engine.step()
+
+    if rank == 0:
+        said.append(raised_by(batch))
+        engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(2, 4), trained)
+    engine.optimizer.close()
+    return said
+
+
 def stepped_again_on_one_rank(stage: int) -> list[str]:
     """The ranks differ in their learning rate, so that ``step()`` is an error on both. Rank 0 discards the window, and
     rank 1 calls ``step()`` again, when rank 0 is in the one of its next window: what both calls say."""

@@ -79,6 +79,10 @@ def test_gradients_are_read_inside(two_ranks: Ranks) -> None:
     two_ranks(cases.gradients_inside)
 
 
+def test_a_write_where_writes_are_not_looked_for(two_ranks: Ranks) -> None:
+    two_ranks(cases.written_where_writes_are_not_looked_for)
+
+
 def test_a_forward_has_what_was_written(two_ranks: Ranks) -> None:
     two_ranks(cases.forward_after_a_write)
 

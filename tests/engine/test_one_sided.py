@@ -45,7 +45,9 @@ def test_a_model_discards_what_one_rank_alone_had(stage: int, raw: bool, two_ran
     if stage < 2 or raw:
         assert first == second == ""
     else:
-        assert first.startswith("GradientError: a gradient was taken out of .grad (set to None or replaced) after")
+        assert first.startswith(
+            "GradientError: a gradient was taken out of .grad (set to None or replaced, as model.zero_grad() does)"
+        )
         assert second.startswith("GradientError: rank 0 failed in this window")
 
 
@@ -104,6 +106,22 @@ def test_optimizer_state_is_read_in_a_later_window(stage: int, two_ranks: Ranks)
     first, second = two_ranks(cases.reads_state_after_two_failures, stage)
     assert first.startswith("RuntimeError")
     assert second == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
+
+
+@STAGES
+def test_a_forward_that_fails_on_one_rank(stage: int, two_ranks: Ranks) -> None:
+    """Its loop skips the batch: the others' part of it is not stepped with the next one of this rank."""
+    first, second = two_ranks(cases.skipped_on_one_rank, stage, "")
+    assert first == ["GradientError: rank 1 failed in this window and discarded it; call zero_grad() and go on"]
+    assert second == ["RuntimeError: exploded on purpose"]
+
+
+@pytest.mark.parametrize("instead", ["retries", "evaluates"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_forward_that_fails_where_no_batch_is_skipped(stage: int, instead: str, two_ranks: Ranks) -> None:
+    """Where nothing is gathered in it, nothing was lost."""
+    first, second = two_ranks(cases.skipped_on_one_rank, stage, instead)
+    assert (first, second) == ([], ["RuntimeError: exploded on purpose"])
 
 
 @STAGES

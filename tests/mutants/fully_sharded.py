@@ -117,7 +117,7 @@ MUTANTS = [
         "sharding/agreement.py",
         "        if self.told:\n",
         "        if False:\n",
-        (FULLY_SHARDED,),
+        ("tests/sharding/test_window_status.py",),
     ),
     Mutant(
         "a rank begins a backward without asking whether the others do",
@@ -308,7 +308,7 @@ MUTANTS = [
         "engine/gathering.py",
         "    torch.autograd.graph.increment_version(tensor)\n",
         "",
-        (FULLY_SHARDED,),
+        (GATHER,),
     ),
     Mutant(
         "the norm has one rank's part of what is sharded",

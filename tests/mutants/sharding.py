@@ -309,6 +309,20 @@ MUTANTS = [
         ("tests/engine/test_one_sided.py",),
     ),
     Mutant(
+        "a rank that skips a batch whose forward failed tells nobody",
+        "sharding/store.py",
+        " or window.interrupted\n",
+        "\n",
+        (ONE_SIDED,),
+    ),
+    Mutant(
+        "a forward that fails in evaluation counts as a skipped batch",
+        "sharding/ownership.py",
+        "self.window.interrupted or trains",
+        "True",
+        (ONE_SIDED,),
+    ),
+    Mutant(
         "ranks that met for different things give up nothing",
         "sharding/collective_thread.py",
         "self.differed = True",

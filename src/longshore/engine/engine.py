@@ -97,7 +97,7 @@ class Engine(EngineAttributes):
                 return self.module(*inputs, **kwargs)
             except BaseException:
                 if (sharded := sharded_store(self.optimizer)) is not None:
-                    sharded.ownership.interrupted()
+                    sharded.ownership.interrupted(torch.is_grad_enabled())
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class WindowStatus:
         given_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
         refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
             are told; it may also mend what was wrong, and step.
+        interrupted: whether a forward raised. If this rank discards the window, the others are told, since it skips a
+            batch that they may have stepped; it may also run the batch again.
         settled: how many agreements reduced gradients that were kept until then.
         several: whether a stepped window had several gradients of one parameter.
     """
@@ -93,6 +95,7 @@ class WindowStatus:
         self.failure: BaseException | None = None
         self.given_up = False
         self.refused = False
+        self.interrupted = False
         self.settled = 0
 
     def stepped(self) -> None:

@@ -146,8 +146,8 @@ class FullySharded(Ownership):
                     "these have to run the same backwards on the same data"
                 )
 
-    def interrupted(self) -> None:
-        self.give_up()
+    def interrupted(self, trains: bool) -> None:
+        self.give_up()  # the others may wait in the model
 
     def give_up(self) -> None:
         self._gathers.interrupted()

@@ -174,8 +174,9 @@ class Ownership:
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
         """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: what each used."""
 
-    def interrupted(self) -> None:
-        """Note that a forward raised, after which the window may still go on."""
+    def interrupted(self, trains: bool) -> None:
+        """Note that a forward raised, after which the window may still go on. ``trains``: not for evaluation."""
+        self.window.interrupted = self.window.interrupted or trains
 
     def backward_failed(self) -> None:
         """Note that a backward raised, with which this rank gives up the window."""

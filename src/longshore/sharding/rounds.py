@@ -350,8 +350,9 @@ class LocalGradients:
             if parameter in self._in_rounds:
                 self._window.fail(
                     GradientError(
-                        "a gradient was taken out of .grad (set to None or replaced) after it had been reduced with "
-                        "those of the other ranks; discard the whole window with zero_grad()"
+                        "a gradient was taken out of .grad (set to None or replaced, as model.zero_grad() does) after "
+                        "it had been reduced with those of the other ranks; discard the whole window with "
+                        "engine.zero_grad()"
                     )
                 )
 
