@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -21,8 +22,15 @@ import longshore
         (longshore.AdamW, {"percentile_clipping": 5}, "clip_grad_norm_"),
         (longshore.Lion, {"block_wise": True}, "float32"),
         (longshore.Lion, {"min_8bit_size": 4096}, "float32"),
-        (longshore.SGD, {"args": None}, "8-bit"),
+        (longshore.SGD, {"args": 1}, "8-bit"),
+        (longshore.AdamW, {"optim_bits": 32.0}, "float32"),
+        (longshore.AdamW, {"block_size": 256}, "8-bit"),
+        (longshore.AdamW, {"bf16_stochastic_round": True}, "rounded to the nearest"),
+        (longshore.Adam, {"adam_w_mode": True}, "longshore.AdamW"),
+        (longshore.AdamW, {"correct_bias": False}, "bias_correction"),
         (longshore.Lion, {"use_triton": True}, "Triton"),
+        (longshore.AdamW, {"use_triton": False}, "Triton"),
+        (longshore.AdamW, {"decoupled_weight_decay": False}, "weight_decay"),
         (longshore.Lion, {"decoupled_weight_decay": True}, "divided by the first lr"),
         (longshore.AdamW, {"optimizer_class": torch.optim.AdamW}, "longshore.from_client"),
     ],
@@ -30,6 +38,37 @@ import longshore
 def test_words_of_others(kind: Any, options: dict[str, Any], here: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} takes no .*{here}"):
         kind(small_model().parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (longshore.AdamW, {"args": None, "optim_bits": 32, "percentile_clipping": 100}),
+        (longshore.SGD, {"args": None}),
+        (longshore.Adam, {"bf16_stochastic_round": False}),
+        (longshore.Lion, {"use_triton": False, "decoupled_weight_decay": False}),
+    ],
+)
+def test_what_asks_for_what_is_done_anyway_is_taken(kind: Any, options: dict[str, Any]) -> None:
+    optimizer = kind(small_model().parameters(), 1e-3, **options)
+    assert not options.keys() & optimizer.param_groups[0].keys()
+    assert not options.keys() & inspect.signature(kind).parameters.keys()
+
+    class Own(kind):
+        pass
+
+    Own(small_model().parameters(), 1e-3, **options)
+
+
+def test_lion_decays_as_lion_pytorch_does_by_default() -> None:
+    """Its README divides the decay by the first rate for ``decoupled_weight_decay=True`` only."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = longshore.Lion(  # pyright: ignore[reportCallIssue]
+        [parameter], lr=0.5, weight_decay=0.25, decoupled_weight_decay=False
+    )
+    parameter.grad = torch.zeros(4)
+    optimizer.step()
+    assert torch.equal(parameter, torch.full((4,), 1 - 0.5 * 0.25))
 
 
 def test_a_class_as_second_argument() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -11,6 +13,8 @@ _NO_EIGHT_BITS = "states are float32 in host memory, never 8-bit: leave it out"
 _HERE = {
     # torchao
     "offload_gradients": "that is release_gradients here",
+    "block_size": _NO_EIGHT_BITS,
+    "bf16_stochastic_round": "bf16 parameters are float32 masters, rounded to the nearest: leave it out",
     "minimal_size": "small parameters share a tile: leave it out (Offload(ratio=...) keeps a share on the device)",
     # bitsandbytes
     "optim_bits": _NO_EIGHT_BITS,
@@ -23,14 +27,51 @@ _HERE = {
     "use_triton": "steps run where the state is, Offload(device='none') steps on the device by Triton: leave it out",
     "decoupled_weight_decay": "for True pass weight_decay divided by the first lr; leave it out",
     "cautious_factor": "the cautious update is not supported: leave it out",
+    # apex
+    "adam_w_mode": "longshore.AdamW is what apex calls True, longshore.Adam is False: leave it out",
+    # transformers
+    "correct_bias": "that is bias_correction here",
 }
+_AS_HERE: dict[str, tuple[str, Any]] = {
+    "bf16_stochastic_round": ("TiledOptimizer", False),
+    "args": ("TiledOptimizer", None),
+    "optim_bits": ("TiledOptimizer", 32),
+    "percentile_clipping": (
+        "TiledOptimizer",
+        100,
+    ),  # the norm is at most the largest of the last ones: nothing is clipped
+    "use_triton": ("Lion", False),
+    "decoupled_weight_decay": ("Lion", False),  # lion-pytorch multiplies by 1 - lr * weight_decay, as Lion here
+}
+"""The optimizers and the value of an argument with which it asks for what they do anyway: most are its defaults."""
+
+
+def _as_here(kind: type, name: str, value: Any) -> bool:
+    """Return whether an argument of another library's optimizer asks for what ``kind`` does anyway."""
+    if name not in _AS_HERE:
+        return False
+    base, same = _AS_HERE[name]
+    return type(value) is type(same) and value == same and any(each.__name__ == base for each in kind.__mro__)
+
+
+def without_words(kind: type, build: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor ``build`` of ``kind``, which leaves out what :func:`check_words` lets pass."""
+    known = inspect.signature(build).parameters
+
+    @functools.wraps(build)  # its signature stays the table of options
+    def built(self: Any, *args: Any, **named: Any) -> None:
+        own = {name: value for name, value in named.items() if name in known or not _as_here(kind, name, value)}
+        build(self, *args, **own)
+
+    return built
 
 
 def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Check the arguments of an optimizer ``kind``, whose signature has the parameters ``known``.
 
     Raises:
-        TypeError: one is an argument of another library's optimizer; the message says what it is here.
+        TypeError: one is an argument of another library's optimizer, and asks for something that ``kind`` does not do;
+            the message says what it is here.
     """
     if (len(positional) > 1 and isinstance(positional[1], type)) or "optimizer_class" in named:
         raise TypeError(
@@ -38,7 +79,7 @@ def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...
             "(longshore.from_client() converts an optimizer of torch)"
         )
     for name in named:
-        if name in _HERE and name not in known:
+        if name in _HERE and name not in known and not _as_here(kind, name, named[name]):
             raise TypeError(f"{kind.__name__} takes no {name}: {_HERE[name]}")
 
 

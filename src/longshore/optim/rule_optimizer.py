@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from longshore.optim.family import RuleFamily
-from longshore.optim.other_words import check_words
+from longshore.optim.other_words import check_words, without_words
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
 OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
@@ -35,6 +35,7 @@ class RuleOptimizer(TiledOptimizer):
         super().__init_subclass__(**kwargs)
         if RuleOptimizer in cls.__bases__:  # not for subclasses of our own optimizers
             OPTIMIZERS[cls.__name__] = cls
+            cls.__init__ = without_words(cls, cls.__init__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         check_words(cls, inspect.signature(cls).parameters, args, kwargs)
