@@ -9,6 +9,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -233,6 +234,20 @@ def test_a_pointer_that_is_gone_or_garbage(lay: Callable[[Path], Any], tmp_path:
             assert load(tmp_path) == 2
     else:
         assert load(tmp_path) == 2
+
+
+def test_a_folder_that_has_the_name_of_the_pointer_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "latest"
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(folder))} is a folder, .* move the folder away"):
+        save(tmp_path, "a", 1)
+    assert os.listdir(tmp_path) == ["latest"] and os.listdir(folder) == ["mine"]
+    save(tmp_path, "a", 1, latest=False)
+    folder.rename(tmp_path / "other")
+    (tmp_path / "latest").symlink_to("other")  # a link is replaced
+    save(tmp_path, "b", 2)
+    assert read_latest(tmp_path) == "b" and os.listdir(tmp_path / "other") == ["mine"]
 
 
 def test_a_pointer_to_what_is_not_there(tmp_path: Path) -> None:

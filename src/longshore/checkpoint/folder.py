@@ -256,6 +256,16 @@ class Draft:
             self._lock = None
 
 
+def check_latest(root: Path) -> None:
+    """Raise CheckpointError if a folder has the name of the file ``latest``, which :func:`write_latest` replaces."""
+    path = root / LATEST
+    if path.is_dir() and not path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a folder, and the file that names the newest checkpoint needs that name: move the folder away, "
+            "or save into another folder. Nothing was written"
+        )
+
+
 def write_latest(root: Path, tag: str) -> None:
     """Write ``tag`` into the file ``latest``, atomically. Raises OSError if the disk fails."""
     replace_file(root / LATEST, (tag + "\n").encode())

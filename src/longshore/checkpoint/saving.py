@@ -22,7 +22,7 @@ from torch import nn
 
 from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
 from longshore.checkpoint.files import WrittenFile, write_json
-from longshore.checkpoint.folder import Draft, prune
+from longshore.checkpoint.folder import Draft, check_latest, prune
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.values import Values
 from longshore.errors import CheckpointError, LongshoreError
@@ -138,6 +138,8 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
     draft: list[Draft] = []
 
     def begin() -> Path:
+        if target.latest:
+            check_latest(target.root)
         draft.append(Draft(target.root, target.tag))
         return draft[0].path
 
