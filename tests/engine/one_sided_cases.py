@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import longshore
-from engine.failure_cases import OPTIONS, backward, check_trains_on, explode, make_engine, raised_by
+from engine.failure_cases import OPTIONS, _raise, backward, check_trains_on, explode, make_engine, raised_by
 from engine.scenarios import HEADS, inputs, make_model
 
 
@@ -264,17 +264,24 @@ def skipped_on_one_rank(stage: int, instead: str) -> list[str]:
     return said
 
 
-def stepped_again_on_one_rank(stage: int) -> list[str]:
-    """The ranks differ in their learning rate, so that ``step()`` is an error on both. Rank 0 discards the window, and
-    rank 1 calls ``step()`` again, when rank 0 is in the one of its next window: what both calls say."""
+def stepped_again_on_one_rank(stage: int, refused: bool) -> list[str]:
+    """``step()`` is an error on both ranks, as they differ in their learning rate, or rank 0 ``refused`` it after they
+    agreed. Rank 0 discards the window, and rank 1 calls ``step()`` again, when rank 0 is in the one of its next window:
+    what both calls say.
+    """
     rank = dist.get_rank()
     engine = make_engine(stage)
     (group,) = engine.optimizer.param_groups
     rate = group["lr"]
-    group["lr"] = rate * (1 + rank)
+    core = engine.optimizer._core
+    take_edits = core.take_edits
+    if not refused:
+        group["lr"] = rate * (1 + rank)
+    elif rank == 0:
+        core.take_edits = _raise
     backward(engine, 7, rank)
     said = [raised_by(engine.step)]
-    group["lr"] = rate
+    group["lr"], core.take_edits = rate, take_edits
     if rank == 1:
         said.append(raised_by(engine.step))
     engine.zero_grad()
