@@ -310,9 +310,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that skips a batch whose forward failed tells nobody",
-        "sharding/store.py",
-        " or window.interrupted\n",
-        "\n",
+        "sharding/agreement.py",
+        " or self.refused or self.interrupted\n",
+        " or self.refused\n",
         (ONE_SIDED,),
     ),
     Mutant(

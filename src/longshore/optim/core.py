@@ -121,7 +121,8 @@ class OptimizerCore:
         return {record.index for group in self.groups() for record in self.records_of(group)}
 
     def register(self, group: Mapping[str, Any], place: int) -> None:
-        """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
+        """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none, or
+        ParameterError if it is in the groups twice."""
         check_once(self)
         names = group.get("param_names")
         records: list[ParameterRecord] = []

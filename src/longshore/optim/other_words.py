@@ -36,12 +36,11 @@ _AS_HERE: dict[str, tuple[str, Any]] = {
     "bf16_stochastic_round": ("TiledOptimizer", False),
     "args": ("TiledOptimizer", None),
     "optim_bits": ("TiledOptimizer", 32),
-    "percentile_clipping": (
-        "TiledOptimizer",
-        100,
-    ),  # the norm is at most the largest of the last ones: nothing is clipped
+    # A norm is at most the largest of the last ones: nothing is clipped.
+    "percentile_clipping": ("TiledOptimizer", 100),
     "use_triton": ("Lion", False),
-    "decoupled_weight_decay": ("Lion", False),  # lion-pytorch multiplies by 1 - lr * weight_decay, as Lion here
+    # lion-pytorch multiplies by 1 - lr * weight_decay, as Lion here.
+    "decoupled_weight_decay": ("Lion", False),
 }
 """The optimizers and the value of an argument with which it asks for what they do anyway: most are its defaults."""
 

@@ -98,6 +98,11 @@ class WindowStatus:
         self.interrupted = False
         self.settled = 0
 
+    @property
+    def lost(self) -> bool:
+        """Whether other ranks have to know that the window ended, if this rank discards it."""
+        return self.failure is not None or self.told or self.refused or self.interrupted
+
     def stepped(self) -> None:
         """Count the window as stepped."""
         self.number += 1

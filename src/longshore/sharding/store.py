@@ -187,8 +187,7 @@ class ShardedStore(ParameterStore):
         finally:
             # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
             window, collectives = self.window, self.collectives
-            lost = window.failure is not None or window.told or window.refused or window.interrupted
-            lost = lost or collectives.differed
+            lost = window.lost or collectives.differed
             collectives.differed = False
             if lost and not window.given_up:
                 self.ownership.give_up()

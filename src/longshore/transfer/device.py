@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import current_stream_is
-from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, UnstagedTransfer
+from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, Transfer, UnstagedTransfer
 from longshore.transfer.pinned import allocate_pinned
 
 
@@ -54,22 +54,33 @@ class DeviceCopyStream(CopyStream):
         return DeviceCopy(source, target, event)
 
 
-@contextlib.contextmanager
-def _beside(stream: torch.Stream, ready: torch.Event) -> Iterator[None]:
-    with current_stream_is(stream):
-        stream.wait_event(ready)
-        try:
-            yield
-        finally:
-            # Afterwards the caller may free what the block read, and every stream sees what it wrote.
-            stream.synchronize()
+class _BesideCurrent(Transfer):
+    """What a transfer has a stream for that is beside the current one of ``device``."""
+
+    def __init__(self, device: torch.device, *args: Any) -> None:
+        super().__init__(*args)
+        self.device = device
+        self._beside = torch.Stream(device)
+
+    def mark(self) -> Any:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    @contextlib.contextmanager
+    def aside(self, ready: Any) -> Iterator[None]:
+        with current_stream_is(self._beside):
+            self._beside.wait_event(ready)
+            try:
+                yield
+            finally:
+                # Afterwards the caller may free what the block read, and every stream sees what it wrote.
+                self._beside.synchronize()
+
+    def read_aside(self, source: Tensor) -> None:
+        # The stream that it was allocated on may use the memory again, but only once it has been read.
+        source.record_stream(self._beside)
 
 
-def _mark(device: torch.device) -> torch.Event:
-    return torch.accelerator.current_stream(device).record_event()
-
-
-class DeviceTransfer(StagedTransfer[DeviceCopyStream]):
+class DeviceTransfer(_BesideCurrent, StagedTransfer[DeviceCopyStream]):
     """Transfer for the parameters of one accelerator, with one stream for each direction, events and pinned memory.
 
     Args:
@@ -81,18 +92,13 @@ class DeviceTransfer(StagedTransfer[DeviceCopyStream]):
     def __init__(self, device: torch.device, in_flight_bytes: int = 1 << 28) -> None:
         # Copies to the device read pinned slots that the store owns. They keep no device memory alive, so they need no
         # limit, and the host never has to wait.
-        super().__init__(DeviceCopyStream(device, in_flight_bytes), DeviceCopyStream(device, 1 << 62))
-        self.device = device
-        self._beside = torch.Stream(device)
+        super().__init__(device, DeviceCopyStream(device, in_flight_bytes), DeviceCopyStream(device, 1 << 62))
 
     def __reduce__(self) -> Any:
         return DeviceTransfer, (self.device, self.to_host.limit_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return allocate_pinned(num_bytes)
-
-    def mark(self) -> Any:
-        return _mark(self.device)
 
     def begin_publish(self) -> None:
         self.to_device.stream.wait_stream(torch.accelerator.current_stream(self.device))
@@ -103,39 +109,19 @@ class DeviceTransfer(StagedTransfer[DeviceCopyStream]):
     def read(self, source: Tensor) -> Tensor:
         return source.cpu()
 
-    def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
-        return _beside(self._beside, ready)
-
-    def read_aside(self, source: Tensor) -> None:
-        # The stream that it was allocated on may use the memory again, but only once it has been read.
-        source.record_stream(self._beside)
-
     def close(self) -> None:
         self.synchronize()
 
 
-class ResidentTransfer(UnstagedTransfer):
+class ResidentTransfer(_BesideCurrent, UnstagedTransfer):
     """Transfer for state that stays on the parameters' device: kernels run on the current stream.
 
     Args:
         device: where the parameters and their state are.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._beside = torch.Stream(device)
-
     def __reduce__(self) -> Any:
         return ResidentTransfer, (self.device,)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def mark(self) -> Any:
-        return _mark(self.device)
-
-    def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
-        return _beside(self._beside, ready)
-
-    def read_aside(self, source: Tensor) -> None:
-        source.record_stream(self._beside)
