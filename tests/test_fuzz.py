@@ -77,6 +77,18 @@ def test_without_a_fault_nothing_is_found_in_engines() -> None:
     assert sum(outcome.steps for outcome in outcomes) > 20
 
 
+def test_a_parameter_that_comes_into_another_group_is_compared() -> None:
+    program = [
+        "ours(release_gradients=True)",
+        "m = Net(dtype='fp16')\np = list(m.parameters())",
+        "o = SGD([{'params': p[:1]}, {'params': p[1:0]}])",
+        "out = o.param_groups[0]['params'].pop()\no.add_param_group({'params': [p[0]]})",
+        *["m(1).backward()", "o.step()"] * 2,
+    ]
+    outcome = run(program, compare_states=True)
+    assert (outcome.finding, outcome.steps) == (None, 2)
+
+
 ONE_HEAD_EACH = [
     "ours(stage={stage}, tile_numel=50)",
     "m = Net()\np = list(m.parameters())",

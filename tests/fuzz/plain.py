@@ -34,6 +34,8 @@ class Twin:
     def __init__(self, params: Any, released: bool = False, **options: Any) -> None:
         self._released = released
         self._hooked: set[Tensor] = set()
+        self._watched: set[Tensor] = set()
+        """Parameters that have hooks; one that comes into another group has them already."""
         self._sums: dict[Tensor, Tensor] = {}
         """Float32 sums of a window's gradients, of parameters whose ``.grad`` is in low precision."""
         self._marks: dict[Tensor, Tensor] = {}
@@ -57,7 +59,7 @@ class Twin:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # pyright: ignore
         for parameter in self.param_groups[-1]["params"]:
-            if self._released and parameter.dtype != torch.float32:
+            if self._released and parameter.dtype != torch.float32 and parameter not in self._watched:
                 self._hooked.add(parameter)
         if hasattr(self, "_step_supports_amp_scaling"):  # the constructor is done
             self._watch()
@@ -66,6 +68,7 @@ class Twin:
         """Sum the gradients of new low-precision parameters in float32; frozen ones have to wait for the next step."""
         for parameter in [each for each in self._hooked if each.requires_grad]:
             self._hooked.discard(parameter)
+            self._watched.add(parameter)
             # torch.autograd.grad calls the hooks of a tensor, and not those of the node that accumulates.
             with torch.enable_grad():
                 node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore
