@@ -415,3 +415,36 @@ def written_where_writes_are_not_looked_for() -> None:
         assert torch.equal(ours, theirs)
     for engine in engines:
         engine.optimizer.close()
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "written": (lambda former: former.detach().fill_(1.0), lambda former: None),
+    "given other memory": (
+        lambda former: setattr(former, "data", torch.ones(7, 5)),
+        lambda former: setattr(former, "data", torch.empty(0)),
+    ),
+    "given a gradient": (
+        lambda former: setattr(former, "grad", torch.zeros_like(former)),
+        lambda former: setattr(former, "grad", None),
+    ),
+    "given a hook": (
+        lambda former: former.register_hook(lambda gradient: gradient * 2),
+        lambda former: former._backward_hooks.clear(),
+    ),
+}
+"""What scripts do to a parameter that they hold from before ``initialize()``, where it is empty, and what undoes it."""
+
+
+def changed_outside(what: str, ranks: tuple[int, ...]) -> str:
+    """It is an error at the next forward, on all ranks at the latest in its backward; then training goes on."""
+    change, undo = OUTSIDE[what]
+    with handles() as held:
+        if dist.get_rank() in ranks:
+            change(held.former[NAME])
+        said = raised_by(lambda: held.pair.train(1))
+        held.pair.engine.zero_grad()
+        held.pair.check("nothing was changed")
+        if dist.get_rank() in ranks:
+            undo(held.former[NAME])
+        held.pair.train(2)
+        return said

@@ -327,6 +327,11 @@ def test_one_rank_without_a_gradient(stage: int, before: str, raw: bool, two_ran
     two_ranks(window_cases.one_rank_without_a_gradient, stage, before, raw)
 
 
+@pytest.mark.parametrize("stage, raises", [(2, 0), (2, 1), (2, 2), (3, 2)])
+def test_after_a_raw_backward_that_raised(stage: int, raises: int, two_ranks: Ranks) -> None:
+    two_ranks(window_cases.after_a_raw_backward_that_raised, stage, raises)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_parameter_without_elements_that_one_rank_used(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(window_cases.an_empty_parameter_of_one_rank, stage) == [2, 2]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import loss_of, whole
+from support import PlainLoop, loss_of, small_model, whole
 
 from engine.failure_cases import OPTIONS, make_engine
-from engine.files import started
+from engine.files import assert_same, file, started
 from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, _mean, _sum, inputs
 
 
@@ -158,3 +160,46 @@ def moved(stage: int) -> None:
         for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
             assert torch.equal(whole(ours), theirs)
     engine.optimizer.close()
+
+
+def after_a_raw_backward_that_raised(stage: int, raises: int) -> None:
+    """What a ``loss.backward()`` brought before a hook raised in it counts, as a backward of its own.
+
+    ``raises``: the rank on which it does; 2: on both.
+    """
+    rank = dist.get_rank()
+    plain = small_model()
+    loop = PlainLoop(plain.parameters(), torch.optim.SGD, lr=0.5)
+    config = file(optimizer={"type": "SGD", "params": {"lr": 0.5}}, zero_optimization={"stage": stage})
+    with started(config, small_model()) as engine:
+        for number, backward in enumerate(_raises_once(engine.module, raises in (rank, 2))):
+            backward(engine, 2 * number + rank)
+        engine.step()
+        found = []
+        for place in (0, 1):
+            twin = small_model()
+            for number, backward in enumerate(_raises_once(twin, raises in (place, 2))):
+                backward(twin, 2 * number + place)
+                found.append([parameter.grad for parameter in twin.parameters()])
+                twin.zero_grad()
+        assert sum(each is None for each in found[0]) == (2 if raises != 1 else 0)
+        first, second = zip(found[0], found[2], strict=True), zip(found[1], found[3], strict=True)
+        loop.step([_sum([_mean(a), _mean(b)]) for a, b in zip(first, second, strict=True)])
+        assert_same(engine.module, plain)
+
+
+def _raises_once(model: Any, raises: bool) -> list[Callable[[Any, int], None]]:
+    """Two backwards; the first may raise in a hook after the gradients of all layers but the first."""
+    left = [raises]
+
+    def hook(*_: Any) -> None:
+        if left.pop() if left else False:
+            raise ArithmeticError("on purpose")
+
+    model[1].register_full_backward_hook(hook)
+
+    def backward(of: Any, seed: int) -> None:
+        with contextlib.suppress(ArithmeticError):
+            loss_of(of, seed).backward()
+
+    return [backward, backward]

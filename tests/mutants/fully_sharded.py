@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import FSDP, FULLY_SHARDED, GATHER, GATHERING, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
+from mutants.mutant import FSDP, FULLY_SHARDED, GATHER, GATHERING, KEPT, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
     # -- shared_memory.py -----------------------------------------------------
@@ -302,6 +302,20 @@ MUTANTS = [
         "                    _broadcast(whole.tensor, modifier_rank)\n",
         "                    pass\n",
         (GATHER, FULLY_SHARDED),
+    ),
+    Mutant(
+        "what is done to parameters from before is not looked at",
+        "sharding/handles.py",
+        "            self._formers[name] = former._version, before[1]\n            raise",
+        "            continue\n            raise",
+        (GATHER + "::test_a_former_parameter_changed_outside_is_an_error",),
+    ),
+    Mutant(
+        "memory that a shard was given is not looked for",
+        "sharding/handles.py",
+        "            if now[0]._cdata != storage._cdata and now[1] is held:\n",
+        "            if False:\n",
+        (KEPT + "::test_on_two_ranks",),
     ),
     Mutant(
         "what was written is not taken up",

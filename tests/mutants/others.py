@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, FABRIC, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
+from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, FABRIC, KEPT, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
 
 MUTANTS = [
     Mutant(
@@ -204,5 +204,26 @@ MUTANTS = [
         "core.handed_out.others, core.handed_out.unplaced = self._others, {}",
         "core.handed_out.others = self._others",
         ("tests/optim/test_copies.py",),
+    ),
+    Mutant(
+        "a configuration that was changed is not looked at",
+        "engine/engine.py",
+        "            self._given.check()\n",
+        "            pass\n",
+        (KEPT + "::test_a_configuration_that_was_changed_is_an_error_until_it_is_put_back",),
+    ),
+    Mutant(
+        "another engine of a configuration changes the first one's",
+        "engine/config/given.py",
+        "            former._given = former._before = {}\n",
+        "            pass\n",
+        (KEPT + "::test_a_configuration_may_be_changed_for_another_engine",),
+    ),
+    Mutant(
+        "samples that are added to the data are not read",
+        "engine/data.py",
+        "        len(self)\n        skipped",
+        "        skipped",
+        (KEPT + "::test_samples_that_are_added_to_the_data_are_read",),
     ),
 ]

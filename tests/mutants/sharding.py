@@ -360,9 +360,16 @@ MUTANTS = [
     Mutant(
         "two plain backwards are one round",
         "sharding/rounds.py",
-        "                self._separate_at_end()\n",
+        "                self._separate_raw_backwards()\n",
         "                pass\n",
         (REDUCTION,),
+    ),
+    Mutant(
+        "a plain backward that raised and the next one are one round",
+        "sharding/rounds.py",
+        "        if former is not None and former[1]() is None:\n            self._deferred_open = False\n",
+        "",
+        ("tests/engine/test_windows.py::test_after_a_raw_backward_that_raised",),
     ),
     Mutant(
         "a new window begins with the failure of the last",

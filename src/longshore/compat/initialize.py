@@ -16,6 +16,7 @@ from longshore.compat.distributed import init_distributed
 from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
+from longshore.engine.config.given import GivenConfig
 from longshore.engine.config.load import read_config
 from longshore.engine.setup import Initialized
 from longshore.errors import LongshoreError
@@ -55,6 +56,7 @@ def initialize(
         config, args = read_config(given[0])[1], None
     elif config is None:
         config = config_params  # longshore.initialize() raises if none is given, or several
+    whole = config
     config = _without(config, "optimizer", "optimizer=", optimizer)
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
     if isinstance(optimizer, Optimizer):
@@ -76,6 +78,7 @@ def initialize(
         mesh_param=mesh_param,
         wrap_policy=policy_for(model, config),
     )
+    made.engine._given = GivenConfig.among([whole])
     answer_as_deepspeed(made.engine, config, optimizer)
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer

@@ -17,11 +17,22 @@ Batch = TypeVar("Batch")
 
 
 class _Order(DistributedSampler[Any]):
-    """The samples of one rank in an epoch; the next ``iter()`` leaves out the first ``skipped`` ones."""
+    """The samples of one rank in an epoch; the next ``iter()`` leaves out the first ``skipped`` ones.
+
+    Samples that a script adds to the data, or takes out, count from the next ``iter()`` on. torch's sampler goes on
+    with the number that it found at first.
+    """
 
     skipped = 0
 
+    def __len__(self) -> int:
+        samples: Any = self.dataset
+        self.num_samples = -(-len(samples) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        return self.num_samples
+
     def __iter__(self) -> Iterator[Any]:
+        len(self)
         skipped, self.skipped = self.skipped, 0
         return itertools.islice(super().__iter__(), skipped, None)
 

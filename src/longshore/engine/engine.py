@@ -17,6 +17,7 @@ from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
+from longshore.engine.config.given import GivenConfig
 from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import make_loss_scale
@@ -57,6 +58,7 @@ class Engine(EngineAttributes):
         # Set by initialize().
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
+        self._given: GivenConfig | None = None
         # Change with every step.
         self.global_steps = 0
         self.micro_steps = 0
@@ -176,6 +178,7 @@ class Engine(EngineAttributes):
         self._applied = False
         window = self._window
         try:
+            self._check_given()
             due = window.due(window.has_raw(self.optimizer._core.gradients_arrived), self.loss_scaling.value)
         except LongshoreError:
             if (sharded := sharded_store(self.optimizer)) is not None:
@@ -236,13 +239,21 @@ class Engine(EngineAttributes):
         self.optimizer.zero_grad(set_to_none)
 
     def _check_step(self) -> None:
-        """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check."""
+        """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check, or if the
+        script expects other settings."""
+        if self._stepping:
+            return
+        self._check_given()
         clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
-        if not self._stepping and (clips or skips):
+        if clips or skips:
             raise LongshoreError(
                 f"optimizer.step() would leave out the {'clipping' if clips else 'overflow check'} that the "
                 "configuration asks for; call engine.step()"
             )
+
+    def _check_given(self) -> None:
+        if self._given is not None:
+            self._given.check()
 
     def _end_window(self, discarded: bool = False) -> None:
         if discarded:

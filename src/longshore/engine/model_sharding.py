@@ -81,6 +81,7 @@ def shard_model(
     weights.fill(sharded, replaced, ranks)
     if replaced:
         replace_by_shards(model, replaced)
+        sharded.handles.note(replaced)
     return sharded
 
 

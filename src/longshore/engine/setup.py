@@ -21,6 +21,7 @@ from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
 from longshore.engine.client import take_over
 from longshore.engine.config import Config, LoadedConfig, load_config
+from longshore.engine.config.given import GivenConfig
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
 from longshore.engine.model_sharding import (
@@ -128,7 +129,7 @@ def initialize(
         undo.callback(made.close)  # or its hooks would take gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)
-        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
+        engine.lr_scheduler, engine._given = _schedule(lr_scheduler, settings, made, client), GivenConfig.among(configs)
         if training_data is not None:
             engine.training_dataloader = _loader(training_data, engine, data_parallel(ranks, sharded), collate_fn)
         take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was

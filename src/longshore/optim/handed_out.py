@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import like
+from longshore.optim.shards import like, present
 from longshore.optim.state import StateOwner, checked_state, clear_state
 from longshore.optim.state_copy import (
     StateCopy,
@@ -290,9 +290,14 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
             raise KeyError("not a parameter of this optimizer")
         return record
 
+    def _held(self, key: Any) -> Any:
+        """Return a key, in place of a parameter that was sharded the one that replaced it."""
+        return present(key) if isinstance(key, Tensor) and id(key) not in self._core.by_id else key
+
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, Tensor):
             return self._core.handed_out.others.setdefault(key, {})  # torch's is a defaultdict
+        key = self._held(key)
         states = self._core.handed_out.states
         found = states.get(id(key))
         if found is None:
@@ -316,6 +321,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             self._core.handed_out.others[key] = state
             return
+        key = self._held(key)
         if id(key) not in self._core.by_id:
             # Scripts that replace a parameter set its state before or after they put it into its group.
             self._core.handed_out.unplaced[id(key)] = key, dict(state)
@@ -333,6 +339,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             del handed_out.others[key]
             return
+        key = self._held(key)
         if handed_out.unplaced.pop(id(key), None):
             return
         if key not in self:
@@ -346,6 +353,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return key in self._core.handed_out.others
+        key = self._held(key)
         record = self._core.by_id.get(id(key))
         if id(key) in self._core.handed_out.unplaced:
             return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, states_of_all_rules
 from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat, part_of
+from longshore.optim.shards import flat, is_sharded, part_of
 from longshore.optim.wrapped_names import counterparts
 from longshore.tiles import MASTER, ParameterStore
 
@@ -98,10 +98,14 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
         found = f"{value.dtype} {list(value.shape)} ({value.layout}, {value.device})"
         dense = value.layout == torch.strided and value.device.type != "meta"
         if dense and value.is_floating_point() and value.shape == record.shape:
-            part = part_of(record.parameter, value) if record.keeps_shard else value
+            part = None if is_sharded(value) else value
+            if record.keeps_shard:
+                part = part_of(record.parameter, value)
             if part is not None:
                 return part
             found += f" placed as {value.placements} on {value.device_mesh}"  # pyright: ignore
+            if not record.keeps_shard:
+                found += ", which is whole as value.full_tensor()"
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from longshore.optim.shards import flat, former_of, held_part, is_former, present
 from longshore.sharding.fsdp_records import check_supported, groups_of, modules_with, parallel_placements
 from longshore.sharding.gathered_writes import GatheredWrites
+from longshore.sharding.handles import Handles
 from longshore.sharding.layout import ParameterLayout, RankGrid
 from longshore.sharding.whole import Whole
 
@@ -73,6 +74,7 @@ class FullyShardedModel:
         self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
         """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
         self._writes = GatheredWrites()
+        self.handles = Handles(model, {name: self.members[key].sharded_param for key, name in self.names.items()})
         self.discarded = False
         """Whether a window was discarded since the last forward. The root's parameters may still be gathered for its
         backward, and no more where a rank failed, so that not all would gather them in the next forward."""
@@ -151,12 +153,13 @@ class FullyShardedModel:
         """Make one of shards and gathered tensors: both have what scripts did to either. Not for inside a forward.
 
         Raises:
-            ParameterError: as :meth:`GatheredWrites.take` does; the parameters are shards then.
+            ParameterError: as :meth:`GatheredWrites.take`, the parameters are shards then, and :meth:`Handles.check`.
         """
         self.align_trainable()
         anew = True
         try:
             anew = self._writes.take()
+            self.handles.check({whole.name for whole in self.whole.values()})
         finally:
             if anew:
                 self._free()
@@ -362,6 +365,7 @@ class Block:
                 whole.digests.pop(self, None)
                 if not whole.digests:
                     model.whole.pop(key).end()
+                    model.handles.note([whole.name])
         for model in self._models:
             model.align_trainable()
         for module in self._modules:

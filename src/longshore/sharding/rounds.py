@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -145,8 +146,9 @@ class LocalGradients:
         self._window = ownership.window
         self._settings = settings
         self._lock = threading.RLock()
-        self._raw_backward: int | None = None
-        """Autograd's id of a backward that was not announced (a plain ``loss.backward()``) and has not ended."""
+        self._raw_backward: tuple[int, weakref.ref[Any]] | None = None
+        """A backward that was not announced (a plain ``loss.backward()``) and has not ended: autograd's id of it, and
+        what autograd keeps as long as it is under way."""
         # This is planned anew at each agreement.
         self.order: list[int] = []
         """Indices of buckets in the order of launches, the same on all ranks."""
@@ -310,10 +312,10 @@ class LocalGradients:
             raw = by_hook and self._round is None and self._settings.each_backward and not self._unsynchronized
             if raw and self._open_stays:
                 self._deferred_open = False  # gradients that stayed here are reduced apart from this backward's
+            if raw:
+                self._separate_raw_backwards()
             self._open_stays = self._unsynchronized
             self._defer(parameter, gradient)
-            if raw:
-                self._separate_at_end()
 
     def _defer(self, parameter: int, gradient: Tensor) -> None:
         (self._deferred[-1] if self._deferred_open else self._defer_into_new()).add(parameter, gradient)
@@ -323,23 +325,27 @@ class LocalGradients:
         self._deferred_open = True
         return self._deferred[-1]
 
-    def _separate_at_end(self) -> None:
-        """Let gradients that arrive after the backward under way belong to a round of their own. Called in a hook.
+    def _separate_raw_backwards(self) -> None:
+        """Let the gradients of the backward under way, and those that arrive after it, belong to rounds of their own.
+        Called in a hook.
 
-        The autograd engine's end-of-backward callback is private and skipped when backward raises; with reentrant
-        checkpointing it also comes at the end of each inner backward. So it may affect only which gradients are reduced
-        together.
+        The autograd engine's end-of-backward callback is private; with reentrant checkpointing it also comes at the end
+        of each inner backward. So it may affect only which gradients are reduced together. It is skipped when backward
+        raises, but autograd lets go of it then.
         """
+        task, former = torch._C._current_graph_task_id(), self._raw_backward  # pyright: ignore[reportAttributeAccessIssue]
+        if task == -1 or (former is not None and former[0] == task):
+            return
+        if former is not None and former[1]() is None:
+            self._deferred_open = False
 
         def separate() -> None:
             with self._lock:
                 self._raw_backward = None
                 self._deferred_open = False
 
-        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
-        if task not in (-1, self._raw_backward):
-            self._raw_backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(separate)  # pyright: ignore
+        self._raw_backward = task, weakref.ref(separate)
+        torch.autograd.Variable._execution_engine.queue_callback(separate)  # pyright: ignore
 
     def forget(self, parameter: int) -> None:
         """Drop the parameter's gradient, which the user discarded."""

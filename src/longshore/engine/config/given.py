@@ -1,0 +1,67 @@
+"""The mapping that ``initialize()`` was given: a script that changes it afterwards is told that nothing follows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+from longshore.engine.config.base import NOTHING, shown
+from longshore.engine.config.keys import joined
+from longshore.engine.config.table import KEYS
+from longshore.errors import LongshoreError
+
+
+class GivenConfig:
+    """What a mapping said when an engine was made of it.
+
+    Keys that longshore does not know may change: they are the script's. Where the mapping is given for another engine,
+    its changes are meant for that one, and those before are not told.
+    """
+
+    _latest: ClassVar[WeakValueDictionary[int, GivenConfig]] = WeakValueDictionary()
+    """By the id of the mapping, which the value keeps alive."""
+
+    def __init__(self, given: Mapping[Any, Any]) -> None:
+        self._given, self._before = given, _known(given)
+        if (former := self._latest.get(id(given))) is not None:
+            former._given = former._before = {}
+        self._latest[id(given)] = self
+
+    @classmethod
+    def among(cls, configs: Iterable[Any]) -> GivenConfig | None:
+        """Return that of the first mapping."""
+        return next((cls(each) for each in configs if isinstance(each, Mapping)), None)
+
+    def check(self) -> None:
+        """Raise LongshoreError if a setting is not what it was."""
+        now = _known(self._given)
+        if now == self._before:
+            return
+        changes = [
+            f"{path} was {_said(self._before, path)} and is {_said(now, path)}"
+            for path in dict.fromkeys((*self._before, *now))
+            if self._before.get(path, NOTHING) != now.get(path, NOTHING)
+        ]
+        raise LongshoreError(
+            f"the configuration was changed after initialize() had read it, and the engine goes by what it was: "
+            f"{', '.join(changes)}. Put it back, and change a rate or a decay in engine.optimizer.param_groups, the "
+            "backwards of a step by engine.set_gradient_accumulation_steps(); if the change is for something else, "
+            "make it in a copy (copy.deepcopy)"
+        )
+
+
+def _known(content: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
+    """Return the values of the keys that longshore knows, by path."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            found |= _known(value, joined(section, str(key)))
+        elif (section, key) in KEYS:
+            found[joined(section, key)] = copy.deepcopy(value)
+    return found
+
+
+def _said(values: Mapping[str, Any], path: str) -> str:
+    return shown(values[path]) if path in values else "not given"

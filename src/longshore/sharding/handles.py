@@ -1,0 +1,78 @@
+"""What scripts hold of sharded parameters outside of ``gather()``, looked at for what would be lost there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from longshore.errors import ParameterError
+from longshore.optim.parameters import has_hooks
+from longshore.optim.shards import former_of, held_part
+
+
+class Handles:
+    """The shards of a model's parameters, and the parameters from before ``initialize()`` that scripts still have.
+
+    The latter have no elements outside of blocks of ``gather()``.
+
+    Args:
+        model: whose parameters are shards.
+        shards: by name.
+    """
+
+    def __init__(self, model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._shards = dict(shards)
+        self._memory = {name: _memory_of(shard) for name, shard in shards.items()}
+        self._formers: dict[str, tuple[int, Any]] = {}
+        """Version and memory of each former parameter when it was noted."""
+
+    def note(self, names: Collection[str]) -> None:
+        """Take former parameters as they are now: they have been replaced, or have been whole."""
+        for name in names:
+            if (former := former_of(self._model, name)) is not None:
+                self._formers[name] = former._version, _place_of(former)
+
+    def check(self, whole: Collection[str] = ()) -> None:
+        """Raise ParameterError for what was done to a parameter that is not ``whole``; for a write only once."""
+        for name, before in self._formers.items():
+            former = former_of(self._model, name)
+            if former is None or name in whole or (what := _done_to(former, *before)) is None:
+                continue
+            self._formers[name] = former._version, before[1]
+            raise ParameterError(
+                f"parameter {name} {what} through the object that it was before initialize(), which is empty outside "
+                "of gather() at stage 3, so that this would be lost: do it inside longshore.gather([p], "
+                "modifier_rank=...), or to the model's own parameter, which is a shard"
+            )
+        for name, shard in self._shards.items():
+            if name in whole:
+                continue
+            storage, held = self._memory[name]
+            self._memory[name] = now = _memory_of(shard)
+            if now[0]._cdata != storage._cdata and now[1] is held:
+                raise ParameterError(
+                    f"parameter {name} was given other memory (p.data = x), which changes nothing in a shard: write in "
+                    "place (p.data.copy_(x)), or inside longshore.gather()"
+                )
+
+
+def _memory_of(shard: Any) -> tuple[Any, Tensor]:
+    """Return what ``p.data = x`` replaces in a DTensor, which has no elements, and the tensor that has them."""
+    return shard.untyped_storage(), held_part(shard)
+
+
+def _place_of(former: Tensor) -> Any:
+    return former.shape, former.dtype, former.data_ptr()
+
+
+def _done_to(former: Tensor, version: int, place: Any) -> str | None:
+    if former.grad is not None:
+        return "was given a gradient"
+    if has_hooks(former):
+        return "was given a hook"
+    if _place_of(former) != place:
+        return "was given other memory"
+    return "was written" if former._version != version else None
