@@ -26,6 +26,10 @@ def test_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
         two_ranks(kept_cases.check, name, stage)
 
 
+def test_a_shard_keeps_its_memory(two_ranks: Ranks) -> None:
+    two_ranks(kept_cases.check, "parameters: data assigned", 3)
+
+
 def test_a_configuration_that_was_changed_is_an_error_until_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

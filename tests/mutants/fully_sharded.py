@@ -315,7 +315,7 @@ MUTANTS = [
         "sharding/handles.py",
         "            if now[0]._cdata != storage._cdata and now[1] is held:\n",
         "            if False:\n",
-        (KEPT + "::test_on_two_ranks",),
+        (KEPT + "::test_a_shard_keeps_its_memory",),
     ),
     Mutant(
         "what was written is not taken up",
