@@ -105,6 +105,8 @@ def test_gpus_and_nodes(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
     devices, hidden = launch.devices_of(3, visible, root)
     assert [(each.name, each.node) for each in devices] == [("cuda:0", 0), ("cuda:1", 1), ("cpu", None)]
     assert [(each.address, each.node) for each in hidden] == [(addresses[0], 0)]
+    unknown, nothing = launch.devices_of(1, {"cuda:0": None}, root)
+    assert (unknown[0].name, unknown[0].address, unknown[0].node, nothing) == ("cuda:0", None, None, [])
     planned(monkeypatch, nodes=2, cores=4)
     monkeypatch.setattr(launch.machine, "visible_gpus", lambda: visible)
     monkeypatch.setattr(launch, "devices_of", lambda count, seen: (devices[:count], hidden))

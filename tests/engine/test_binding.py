@@ -58,6 +58,10 @@ class TestPlan:
             lay(tmp_path, {f"sys/bus/pci/devices/{address}/{name}": text for name, text in about.items()})
         plan = plan_or_refusal(rows, 0, self.topology, tmp_path)
         assert isinstance(plan, RankBinding) and cpu_list(plan.cpus) == "0-3"
+        # One whose address is not known may be any of them, and is next to none.
+        unknown = [replace(rows[0], device=("cuda:0", None, None), visible=(None,))]
+        plan = plan_or_refusal(unknown, 0, self.topology, tmp_path)
+        assert isinstance(plan, RankBinding) and cpu_list(plan.cpus) == "0-15"
 
     def test_all_or_none(self, tmp_path: Path) -> None:
         first, second = situations(0, 1)

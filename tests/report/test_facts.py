@@ -88,3 +88,4 @@ def test_the_address_of_a_device() -> None:
         pci_domain_id, pci_bus_id, pci_device_id = 0, 0xAB, 3
 
     assert pci_address(About()) == "0000:ab:03.0"
+    assert pci_address(object()) is None, "not that of another device"

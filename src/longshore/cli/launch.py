@@ -109,18 +109,18 @@ def _bindings(processes: str, environ: Mapping[str, str]) -> list[RankBinding]:
 
 
 def devices_of(
-    count: int, visible: Mapping[str, str], root: Path = Path("/")
+    count: int, visible: Mapping[str, str | None], root: Path = Path("/")
 ) -> tuple[list[RankDevice], list[RankDevice]]:
     """Return the device of each rank, by local rank, and the GPUs that are not visible to this run.
 
     Args:
         count: the number of ranks on this machine.
-        visible: PCI addresses of CUDA devices, by name.
+        visible: PCI addresses of CUDA devices, by name; None: not known.
         root: the folder that has ``sys``.
     """
     seen = [RankDevice(name, address, machine.numa_node_of(address, root)) for name, address in visible.items()]
     devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
-    unseen = [address for address in machine.all_gpus(root) if address not in visible.values()]
+    unseen = machine.hidden_gpus(visible.values(), root)
     return devices, [RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
 
 

@@ -22,9 +22,9 @@ from longshore.engine.ranks import Ranks
 from longshore.machine import (
     BoundThreads,
     Topology,
-    all_gpus,
     cpu_list,
     cpus_of_other_ranks,
+    hidden_gpus,
     machine_identity,
     numa_node_of,
     parse_cpu_list,
@@ -81,7 +81,7 @@ class Situation:
     occupied: str = ""
     torch_threads: int = 1
     device: tuple[str, str | None, int | None] = ("cpu", None, None)  # its name, PCI address and NUMA node
-    visible: tuple[str, ...] = ()  # PCI addresses of the GPUs that the rank sees
+    visible: tuple[str | None, ...] = ()  # PCI addresses of the GPUs that the rank sees; None: not known
 
 
 def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = Path("/")) -> Binding:
@@ -131,7 +131,7 @@ def plan_or_refusal(
         if row.cpus != mine.cpus:
             return f"ranks of this machine may use different CPUs, {mine.cpus} and {row.cpus}"
     visible = {address for row in rows for address in row.visible}
-    hidden = [RankDevice("unseen", each, numa_node_of(each, root)) for each in all_gpus(root) if each not in visible]
+    hidden = [RankDevice("unseen", each, numa_node_of(each, root)) for each in hidden_gpus(visible, root)]
     plan = plan_ranks(topology, [RankDevice(*row.device) for row in rows], hidden)
     core_of = {cpu.number: cpu.core for cpu in topology.cpus}
     cores = min(len({core_of[cpu] for cpu in each.cpus}) for each in plan)

@@ -95,10 +95,11 @@ def cpu_list(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def pci_address(properties: object) -> str:
-    """Return the PCI address, such as ``0000:3b:00.0``, from the result of ``torch.cuda.get_device_properties``."""
-    domain, bus, device = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+def pci_address(properties: object) -> str | None:
+    """Return the PCI address, such as ``0000:3b:00.0``, from the result of ``torch.cuda.get_device_properties``; None
+    if that does not have it."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def pci_folder(address: str, root: Path = Path("/")) -> Path:
@@ -106,20 +107,29 @@ def pci_folder(address: str, root: Path = Path("/")) -> Path:
     return root / "sys/bus/pci/devices" / address
 
 
-def numa_node_of(address: str, root: Path = Path("/")) -> int | None:
+def numa_node_of(address: str | None, root: Path = Path("/")) -> int | None:
     """Return the NUMA node of a PCI device; None: it is not known, or the machine has only one node (-1)."""
+    if address is None:
+        return None
     node = text_of(pci_folder(address, root) / "numa_node").strip()
     return int(node) if node.isdigit() else None
 
 
-def visible_gpus() -> dict[str, str]:
-    """Return the PCI addresses of the CUDA devices that this process sees, by name (``cuda:0``). Imports torch."""
+def visible_gpus() -> dict[str, str | None]:
+    """Return the PCI addresses of the CUDA devices that this process sees, by name (``cuda:0``); None: it is not known.
+    Imports torch."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
     count = torch.cuda.device_count()
     return {f"cuda:{index}": pci_address(torch.cuda.get_device_properties(index)) for index in range(count)}
+
+
+def hidden_gpus(visible: Collection[str | None], root: Path = Path("/")) -> list[str]:
+    """Return the PCI addresses of NVIDIA GPUs that are not among ``visible``; none where one of these is not known, as
+    it may be any of them."""
+    return [] if None in visible else [address for address in all_gpus(root) if address not in visible]
 
 
 def all_gpus(root: Path = Path("/")) -> list[str]:

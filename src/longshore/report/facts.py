@@ -196,8 +196,10 @@ def _gpus(root: Path) -> list[Gpu]:
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         address = machine.pci_address(about)
-        folder = machine.pci_folder(address, root)
-        speed, width = (text_of(folder / f"current_link_{what}").strip() for what in ("speed", "width"))
+        folder = None if address is None else machine.pci_folder(address, root)
+        speed, width = (
+            "" if folder is None else text_of(folder / f"current_link_{what}").strip() for what in ("speed", "width")
+        )
         found.append(
             Gpu(
                 about.name,
