@@ -23,6 +23,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type == accelerator_type()
 
 
+def make_current(device: torch.device) -> None:
+    """Make ``device`` the current one of this thread; nothing, if it is the CPU. In a new thread it is the first one,
+    where every use of the current device would open a context, which takes memory, also for a rank of another one."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
 @contextlib.contextmanager
 def current_stream_is(stream: torch.Stream) -> Iterator[None]:
     """Context in which ``stream`` is the current stream of this thread, and its device the current device.

@@ -13,6 +13,7 @@ import longshore
 from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
+from longshore.sharding import sharded_store
 from longshore.tiles import Forecast
 from longshore.tiles.speculation import Predictor
 
@@ -183,3 +184,13 @@ def distance(name: str, stage: int, world_size: int) -> float:
         return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs if ours.numel()) / largest
     finally:
         engine.optimizer.close()
+
+
+def device_of_collectives(stage: int) -> int:
+    """The current device of the thread that calls them."""
+    engine = engine_of(Scenario(), stage, "device", "small", torch.float32, "off")
+    sharded = sharded_store(engine.optimizer)
+    assert sharded is not None
+    found = sharded.collectives.run(torch.accelerator.current_device_index)
+    engine.destroy()
+    return found

@@ -36,3 +36,8 @@ TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split
 def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2):
         assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_collectives_are_called_on_the_device_of_their_rank(stage: int, two_devices: Ranks) -> None:
+    assert two_devices(cases.device_of_collectives, stage) == [0, 1]

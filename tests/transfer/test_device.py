@@ -14,6 +14,7 @@ import pytest
 import torch
 from on_device import busy_stream, current_device, device_type, keep_busy
 
+from longshore.tiles import Worker
 from longshore.transfer import CopyHandle, DeviceTransfer, ResidentTransfer
 
 pytestmark = pytest.mark.gpu
@@ -245,3 +246,17 @@ def test_what_stays_on_the_device_is_not_copied() -> None:
     assert handle.done() and handle.target is tensor
     assert transfer.output_for(tensor, None) is tensor and transfer.read(tensor) is tensor
     assert not transfer.staged and transfer.allocate(8).device == device
+
+
+def test_jobs_of_the_worker_have_its_device() -> None:
+    """A new thread begins with the first one, where a rank of another one would open a context, which takes memory."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    transfer = DeviceTransfer(torch.device(device_type(), 1))
+    worker = Worker(1, transfer.begin_job)
+    found: list[int] = []
+    worker.submit(lambda: found.append(torch.accelerator.current_device_index()), 0)
+    assert worker.drain() is None and found == [1]
+    worker.close()
+    transfer.close()
+    assert torch.accelerator.current_device_index() == 0

@@ -67,7 +67,7 @@ def delays_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[floa
     for _ in range(10):
         up(transfer, torch.ones(3))
         transfer.copy_to_device(torch.ones(3), torch.zeros(3))
-        transfer.worker_delay()
+        transfer.begin_job()
     transfer.synchronize()
     transfer.close()
     return recorded.slept

@@ -7,6 +7,7 @@ still to do, and a rank that ends is seen at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longshore.accelerator import make_current
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action
 from longshore.sharding.data_plane import DataPlane, all_gather_single
@@ -70,7 +72,8 @@ class CollectiveThread:
         self.data = DataPlane(groups.data, device, self.rows, self._communicating)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
-        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
+        begin = functools.partial(make_current, device)
+        self._worker = Worker(limit_bytes, begin, "longshore-collectives", patience_s=_PATIENCE_S)
         # These are set once.
         self._dead: RankError | None = None
         self._closing = threading.Event()

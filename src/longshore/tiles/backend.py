@@ -105,7 +105,7 @@ class Backend:
         self.buffers = BufferPool(buffer_arrays, memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = BufferPool(1, memory)
-        self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not transfer.staged and not ahead

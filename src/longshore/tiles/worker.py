@@ -164,7 +164,7 @@ class Worker:
     Args:
         limit_bytes: limit of the device gradients that jobs keep in memory until they have run; beyond it ``submit``
             blocks.
-        on_start: called before each job (seeded delays, in tests).
+        on_start: called before each job, on the thread.
         name: name of the thread.
         patience_s: how long ``submit`` blocks at most; None: without limit. Once it gave up, it does not block again
             before the next :meth:`drain`. This is for jobs that wait for something that may wait for the caller, which

@@ -147,8 +147,8 @@ class Transfer(ABC):
         """Note that a block of :meth:`aside` reads ``source``, of which the caller may drop the last reference now."""
         return
 
-    def worker_delay(self) -> None:
-        """Delay a job of the host worker, which calls this method first; only the simulated transfer sleeps."""
+    def begin_job(self) -> None:
+        """Prepare the thread of the host worker for its next job, which calls this method first."""
         return
 
     def synchronize(self) -> None:

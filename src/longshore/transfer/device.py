@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.accelerator import current_stream_is
+from longshore.accelerator import current_stream_is, make_current
 from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, Transfer, UnstagedTransfer
 from longshore.transfer.pinned import allocate_pinned
 
@@ -61,6 +61,9 @@ class _BesideCurrent(Transfer):
         super().__init__(*args)
         self.device = device
         self._beside = torch.Stream(device)
+
+    def begin_job(self) -> None:
+        make_current(self.device)
 
     def mark(self) -> Any:
         return torch.accelerator.current_stream(self.device).record_event()

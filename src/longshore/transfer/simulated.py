@@ -126,7 +126,7 @@ class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
     def read(self, source: Tensor) -> Tensor:
         return source.clone()
 
-    def worker_delay(self) -> None:
+    def begin_job(self) -> None:
         time.sleep(self._worker_random.uniform(0.0, self._max_delay_s))
 
     def close(self) -> None:
