@@ -55,6 +55,36 @@ def test_names_of_a_schedule_and_of_an_optimizer_that_is_passed() -> None:
     engine.destroy()
 
 
+ZERO = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    "engine, measured",
+    [(ZERO, True), ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, False), ({}, False)],
+    indirect=["engine"],
+)
+def test_the_norm_is_there_without_clipping(engine: Any, measured: bool) -> None:
+    """As with DeepSpeed, which measures it at stages 1 to 3 unless the file says otherwise."""
+    batch, twin = torch.ones(2, 4), nn.Linear(4, 4)
+    twin.load_state_dict(engine.module.state_dict())
+    engine.backward(engine(batch).square().sum())
+    engine.step()
+    twin(batch).square().sum().backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in twin.parameters() if each.grad is not None])
+    found = engine.get_global_grad_norm()
+    assert found == (pytest.approx(float(norm), rel=1e-6) if measured else None)
+
+
+def test_longshores_own_initialize_measures_it_where_it_is_asked_to() -> None:
+    for zero, measured in (({"stage": 2}, False), ({"stage": 2, "compute_grad_norm": True}, True)):
+        config = {**FILE, **ADAM, "zero_optimization": zero}
+        engine = longshore.initialize(model=nn.Linear(4, 4), config=config).engine
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        assert (engine.get_global_grad_norm() is not None) == measured
+        engine.destroy()
+
+
 def test_a_folder_without_a_checkpoint_is_loaded_as_none(engine: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has no checkpoint; nothing was loaded"):
         assert engine.load_checkpoint(tmp_path) == (None, None)

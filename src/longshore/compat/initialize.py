@@ -16,8 +16,8 @@ from longshore.compat.distributed import init_distributed
 from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
-from longshore.engine.config.given import GivenConfig
 from longshore.engine.config.load import read_config
+from longshore.engine.given_config import GivenConfig
 from longshore.engine.setup import Initialized
 from longshore.errors import LongshoreError
 
@@ -74,7 +74,7 @@ def initialize(
         lr_scheduler,
         mpu=mpu,
         collate_fn=collate_fn,
-        config=config,
+        config=_measuring(config),
         mesh_param=mesh_param,
         wrap_policy=policy_for(model, config),
     )
@@ -99,6 +99,14 @@ def _without_optimizer(*_: Any, **__: Any) -> NoReturn:
         "this engine was made without an optimizer, for evaluation and generation only; name one in the configuration "
         "or pass initialize(optimizer=...)"
     )
+
+
+def _measuring(config: Any) -> Any:
+    """Return the configuration with DeepSpeed's default of ``compute_grad_norm``."""
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if not isinstance(zero, Mapping) or not zero.get("stage") or "compute_grad_norm" in zero:
+        return config
+    return {**config, "zero_optimization": {**zero, "compute_grad_norm": True}}
 
 
 def _without(config: Any, section: str, argument: str, given: Any) -> Any:

@@ -17,9 +17,9 @@ from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
-from longshore.engine.config.given import GivenConfig
 from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
+from longshore.engine.given_config import GivenConfig
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
@@ -58,7 +58,7 @@ class Engine(EngineAttributes):
         # Set by initialize().
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self._given: GivenConfig | None = None
+        self._given = GivenConfig({})
         # Change with every step.
         self.global_steps = 0
         self.micro_steps = 0
@@ -178,7 +178,7 @@ class Engine(EngineAttributes):
         self._applied = False
         window = self._window
         try:
-            self._check_given()
+            self._given.check()
             due = window.due(window.has_raw(self.optimizer._core.gradients_arrived), self.loss_scaling.value)
         except LongshoreError:
             if (sharded := sharded_store(self.optimizer)) is not None:
@@ -218,12 +218,16 @@ class Engine(EngineAttributes):
     def _apply_window(self) -> bool:
         """Clip and step; return False if an overflow skipped the step."""
         scaling, clip = self.loss_scaling, self.config.gradient_clipping
-        self._norm = None if clip is None else self.optimizer.clip_grad_norm_(clip)
+        if clip is not None:
+            self._norm = self.optimizer.clip_grad_norm_(clip)
+        else:
+            measures = self.config.compute_grad_norm or scaling.skips_overflow
+            self._norm = self.optimizer.grad_norm() if measures else None
         if not scaling.skips_overflow:
             self.optimizer.step()
             return True
         # The norm is the same number on all ranks, so they decide alike (law 6).
-        self._norm = self.optimizer.grad_norm() if self._norm is None else self._norm
+        assert self._norm is not None
         overflow = not bool(torch.isfinite(self._norm))
         if overflow:
             self.optimizer.zero_grad()
@@ -243,17 +247,13 @@ class Engine(EngineAttributes):
         script expects other settings."""
         if self._stepping:
             return
-        self._check_given()
+        self._given.check()
         clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
         if clips or skips:
             raise LongshoreError(
                 f"optimizer.step() would leave out the {'clipping' if clips else 'overflow check'} that the "
                 "configuration asks for; call engine.step()"
             )
-
-    def _check_given(self) -> None:
-        if self._given is not None:
-            self._given.check()
 
     def _end_window(self, discarded: bool = False) -> None:
         if discarded:

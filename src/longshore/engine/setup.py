@@ -21,9 +21,9 @@ from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
 from longshore.engine.client import take_over
 from longshore.engine.config import Config, LoadedConfig, load_config
-from longshore.engine.config.given import GivenConfig
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
+from longshore.engine.given_config import GivenConfig
 from longshore.engine.model_sharding import (
     WrapPolicy,
     check_already_sharded,

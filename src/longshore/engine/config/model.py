@@ -123,6 +123,8 @@ class Config(FrozenModel):
             and none of their submodules by itself: mixtures of experts, in which ranks run different submodules.
         leaf_names: the same for modules by their names in the model.
         leaf_name_suffixes: the same for modules whose names end so.
+        compute_grad_norm: each step measures the norm of the gradients for ``engine.get_global_grad_norm()``, which
+            returns None otherwise unless clipping or ``loss_scaling`` needs the norm. No weight depends on it.
         gather_on_save: what ``engine.zero_gather_16bit_weights_on_model_save()`` returns, by which Accelerate and
             transformers decide whether they save whole weights at stage 3. ``save_16bit_model()`` always does.
         tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
@@ -181,6 +183,7 @@ class Config(FrozenModel):
     leaf_classes: Annotated[tuple[str, ...], Items(TEXT)] = ()
     leaf_names: Annotated[tuple[str, ...], Items(TEXT)] = ()
     leaf_name_suffixes: Annotated[tuple[str, ...], Items(TEXT)] = ()
+    compute_grad_norm: bool = False
     gather_on_save: bool = True
 
     tile_numel: _MaybeCount = None

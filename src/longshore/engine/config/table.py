@@ -120,7 +120,7 @@ _ZERO = (
     setting("overlap_comm", auto=Auto.OMIT),
     accepted("contiguous_gradients parameter_alignment", BOOLEAN, _LAYOUT),
     accepted("reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions", BOOLEAN, _COLLECTIVE),
-    accepted("compute_grad_norm", BOOLEAN, "longshore computes the norm when clipping or your script needs it."),
+    setting("compute_grad_norm", what="Under longshore run-deepspeed, stages 1 to 3 do so if it is left out."),
     refused("load_from_fp32_weights", BOOLEAN, (True,), "longshore loads masters as they were saved; leave it out"),
     switch("elastic_checkpoint", "it is a checkpoint format of DeepSpeed's; leave it out"),
     refused("zenflow", Block({}), (),

@@ -30,9 +30,9 @@ class GivenConfig:
         self._latest[id(given)] = self
 
     @classmethod
-    def among(cls, configs: Iterable[Any]) -> GivenConfig | None:
-        """Return that of the first mapping."""
-        return next((cls(each) for each in configs if isinstance(each, Mapping)), None)
+    def among(cls, configs: Iterable[Any]) -> GivenConfig:
+        """Return that of the first mapping; one of nothing if there is none."""
+        return cls(next((each for each in configs if isinstance(each, Mapping)), {}))
 
     def check(self) -> None:
         """Raise LongshoreError if a setting is not what it was."""
