@@ -448,3 +448,20 @@ def changed_outside(what: str, ranks: tuple[int, ...]) -> str:
             undo(held.former[NAME])
         held.pair.train(2)
         return said
+
+
+def changed_before_the_step(what: str, ranks: tuple[int, ...]) -> str:
+    """Between a backward and its step it is an error of the step, which steps nothing; then training goes on."""
+    change, undo = OUTSIDE[what]
+    with handles() as held:
+        engine = held.pair.engine
+        engine.backward(engine(words_of(1, held.pair.rank)))
+        if dist.get_rank() in ranks:
+            change(held.former[NAME])
+        said = raised_by(engine.step)
+        engine.zero_grad()
+        held.pair.check("nothing was stepped")
+        if dist.get_rank() in ranks:
+            undo(held.former[NAME])
+        held.pair.train(2)
+        return said

@@ -53,6 +53,18 @@ def test_a_former_parameter_changed_outside_is_an_error(what: str, ranks: tuple[
         ), words
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("what", cases.OUTSIDE)
+def test_a_former_parameter_changed_before_the_step(what: str, ranks: tuple[int, ...], two_ranks: Ranks) -> None:
+    said = two_ranks(cases.changed_before_the_step, what, ranks)
+    for rank, words in enumerate(said):
+        assert words.startswith(
+            f"ParameterError: parameter blocks.1.up.weight was {what} through the object that it was before"
+            if rank in ranks
+            else "GradientError: rank 1 failed in this window"
+        ), words
+
+
 @KINDS
 def test_a_gradient_of_a_handle(kind: str, two_ranks: Ranks) -> None:
     for (said,) in two_ranks(cases.differentiated, kind):

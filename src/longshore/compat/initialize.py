@@ -17,7 +17,7 @@ from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
 from longshore.engine.config.load import read_config
-from longshore.engine.given_config import GivenConfig
+from longshore.engine.kept import GivenConfig
 from longshore.engine.setup import Initialized
 from longshore.errors import LongshoreError
 

@@ -19,7 +19,7 @@ from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
 from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
-from longshore.engine.given_config import GivenConfig
+from longshore.engine.kept import GivenConfig, check_kept
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
@@ -178,7 +178,7 @@ class Engine(EngineAttributes):
         self._applied = False
         window = self._window
         try:
-            self._given.check()
+            check_kept(self._given, self.optimizer)
             due = window.due(window.has_raw(self.optimizer._core.gradients_arrived), self.loss_scaling.value)
         except LongshoreError:
             if (sharded := sharded_store(self.optimizer)) is not None:
@@ -247,7 +247,7 @@ class Engine(EngineAttributes):
         script expects other settings."""
         if self._stepping:
             return
-        self._given.check()
+        check_kept(self._given, self.optimizer)
         clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
         if clips or skips:
             raise LongshoreError(

@@ -23,7 +23,7 @@ from longshore.engine.client import take_over
 from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.given_config import GivenConfig
+from longshore.engine.kept import GivenConfig
 from longshore.engine.model_sharding import (
     WrapPolicy,
     check_already_sharded,

@@ -74,7 +74,7 @@ class FullyShardedModel:
         self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
         """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
         self._writes = GatheredWrites()
-        self.handles = Handles(model, {name: self.members[key].sharded_param for key, name in self.names.items()})
+        self.handles = Handles(model, {name: key for key, name in self.names.items()}, self.members, self.whole)
         self.discarded = False
         """Whether a window was discarded since the last forward. The root's parameters may still be gathered for its
         backward, and no more where a rank failed, so that not all would gather them in the next forward."""
@@ -155,11 +155,14 @@ class FullyShardedModel:
         Raises:
             ParameterError: as :meth:`GatheredWrites.take`, the parameters are shards then, and :meth:`Handles.check`.
         """
+        self.handles.check()
+        self._carry_writes()
+
+    def _carry_writes(self) -> None:
         self.align_trainable()
         anew = True
         try:
             anew = self._writes.take()
-            self.handles.check({whole.name for whole in self.whole.values()})
         finally:
             if anew:
                 self._free()
@@ -223,9 +226,8 @@ class FullyShardedModel:
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Free gathered parameters, after :meth:`align`: the root's stay after a forward without a backward, and become
-        stale."""
-        self.align()
+        """Free what is gathered, in a step: the root's parameters stay after a forward alone, and become stale."""
+        self._carry_writes()
         self._free()
 
     def align_before_backward(self) -> None:
@@ -264,8 +266,7 @@ def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: b
     and ``former``, its own method, would not find the shards."""
     former(set_to_none)
     within = set(module.modules())
-    members = [member for model in _MODELS for member in model.members.values()]
-    found = [each for each in members if not within.isdisjoint(modules_with(each))]
+    found = [each for model in _MODELS for each in model.members.values() if not within.isdisjoint(modules_with(each))]
     nn.ParameterList(each.sharded_param for each in found).zero_grad(set_to_none)
 
 
@@ -373,8 +374,7 @@ class Block:
 
 
 def is_member(parameter: Tensor) -> bool:
-    """Return whether a tensor is a parameter of a known model: a shard, the tensor into which it is gathered, or a
-    parameter that it replaced."""
+    """Return whether a tensor is a parameter of a known model: a shard, what it is gathered into, or is replaced by."""
     return is_former(parameter) or _find(parameter) is not None
 
 

@@ -109,6 +109,9 @@ class FullySharded(Ownership):
     def is_whole(self, parameter: int) -> bool:
         return id(self._parameters[parameter]) in self._model.whole
 
+    def check_handles(self) -> None:
+        self._model.handles.check()
+
     def check_outside_of_gather(self, action: Action) -> None:
         if self._model.whole:
             raise LongshoreError(

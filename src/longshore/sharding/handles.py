@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +19,18 @@ class Handles:
 
     Args:
         model: whose parameters are shards.
-        shards: by name.
+        keys: the ``id`` of each shard, by name.
+        members: FSDP2's record of each shard, by its ``id``.
+        whole: has the ``id`` of each shard that is whole now, inside a block of ``gather()``.
     """
 
-    def __init__(self, model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, keys: Mapping[str, int], members: Mapping[int, Any], whole: Container[int]
+    ) -> None:
         self._model = model
-        self._shards = dict(shards)
-        self._memory = {name: _memory_of(shard) for name, shard in shards.items()}
+        self._shards = {name: members[key].sharded_param for name, key in keys.items()}
+        self._whole = whole
+        self._memory = {name: _memory_of(shard) for name, shard in self._shards.items()}
         self._formers: dict[str, tuple[int, Any]] = {}
         """Version and memory of each former parameter when it was noted."""
 
@@ -35,11 +40,11 @@ class Handles:
             if (former := former_of(self._model, name)) is not None:
                 self._formers[name] = former._version, _place_of(former)
 
-    def check(self, whole: Collection[str] = ()) -> None:
-        """Raise ParameterError for what was done to a parameter that is not ``whole``; for a write only once."""
+    def check(self) -> None:
+        """Raise ParameterError for what was done to a parameter that is not whole; for a write only once."""
         for name, before in self._formers.items():
             former = former_of(self._model, name)
-            if former is None or name in whole or (what := _done_to(former, *before)) is None:
+            if former is None or self._is_whole(name) or (what := _done_to(former, *before)) is None:
                 continue
             self._formers[name] = former._version, before[1]
             raise ParameterError(
@@ -48,7 +53,7 @@ class Handles:
                 "modifier_rank=...), or to the model's own parameter, which is a shard"
             )
         for name, shard in self._shards.items():
-            if name in whole:
+            if self._is_whole(name):
                 continue
             storage, held = self._memory[name]
             self._memory[name] = now = _memory_of(shard)
@@ -57,6 +62,9 @@ class Handles:
                     f"parameter {name} was given other memory (p.data = x), which changes nothing in a shard: write in "
                     "place (p.data.copy_(x)), or inside longshore.gather()"
                 )
+
+    def _is_whole(self, name: str) -> bool:
+        return id(self._shards[name]) in self._whole
 
 
 def _memory_of(shard: Any) -> tuple[Any, Tensor]:

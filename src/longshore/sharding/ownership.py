@@ -162,6 +162,9 @@ class Ownership:
         """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
         return False
 
+    def check_handles(self) -> None:
+        """Raise ParameterError for what scripts did to sharded parameters where it would not be seen."""
+
     def check_outside_of_gather(self, action: Action) -> None:
         """Raise LongshoreError if parameters are whole now, inside a block of ``gather()``."""
 

@@ -1,4 +1,4 @@
-"""The mapping that ``initialize()`` was given: a script that changes it afterwards is told that nothing follows."""
+"""What a script keeps of what it gave an engine: before each step it is looked at for what would not be seen."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from longshore.engine.config.base import NOTHING, shown
 from longshore.engine.config.keys import joined
 from longshore.engine.config.table import KEYS
 from longshore.errors import LongshoreError
+from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.sharding import sharded_store
 
 
 class GivenConfig:
@@ -50,6 +52,13 @@ class GivenConfig:
             "backwards of a step by engine.set_gradient_accumulation_steps(); if the change is for something else, "
             "make it in a copy (copy.deepcopy)"
         )
+
+
+def check_kept(given: GivenConfig, optimizer: TiledOptimizer) -> None:
+    """Raise LongshoreError before a step for what a script did to what it keeps, where that would not be seen."""
+    given.check()
+    if (sharded := sharded_store(optimizer)) is not None:
+        sharded.ownership.check_handles()
 
 
 def _known(content: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
