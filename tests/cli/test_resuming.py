@@ -248,15 +248,8 @@ OF_NO_BIT_IN_THE_ENGINE = {
     *("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),  # the loop's, which are compared
     *("managed_accumulation", "drop_last"),  # the loop declares each boundary, and has its own batches
     *("stage", "offload_device", "offload_ratio", "overlap_comm", "reduce_bucket_numel", "allgather_bucket_numel"),
-    *(
-        "wrap_policy",
-        "leaf_classes",
-        "leaf_names",
-        "leaf_name_suffixes",
-        "gather_on_save",
-        "compute_grad_norm",
-        "detect_writes",
-    ),
+    *("wrap_policy", "leaf_classes", "leaf_names", "leaf_name_suffixes", "gather_on_save", "detect_writes"),
+    "compute_grad_norm",
     *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),
     *("tensorboard", "wandb", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "dump_state"),
 }

@@ -36,7 +36,6 @@ class Script:
 
     def __init__(self) -> None:
         self.model: Any = model_of_sixteens()
-        self.extra = nn.Linear(16, 16, bias=False)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
         self.group = self.optimizer.param_groups[0]
         self.schedule: Any = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5**step)
@@ -130,12 +129,8 @@ def _every_weight(do: Callable[[Tensor], Any]) -> Callable[[Script], None]:
     return change
 
 
-def _set(where: Callable[[Script], Any], key: str, value: Any) -> Callable[[Script], None]:
-    return lambda script: where(script).__setitem__(key, value)
-
-
 def _group(key: str, value: Any) -> Change:
-    return Change(_set(lambda script: script.group, key, value))
+    return Change(lambda script: script.group.update({key: value}))
 
 
 def _given(*keys: str, value: Any, says: str) -> Change:
@@ -163,10 +158,6 @@ def _new_weights(script: Script) -> None:
 def _initialise(script: Script) -> None:
     torch.manual_seed(4)
     script.model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
-
-
-def _empty(each: Any) -> None:
-    each.clear()
 
 
 CHANGES: dict[str, Change] = {

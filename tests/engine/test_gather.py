@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import Ranks
@@ -41,22 +43,13 @@ def test_a_write_without_a_writer_is_an_error_on_all_ranks(
     )
 
 
+@pytest.mark.parametrize("when", [cases.changed_outside, cases.changed_before_the_step], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("what", cases.OUTSIDE)
-def test_a_former_parameter_changed_outside_is_an_error(what: str, ranks: tuple[int, ...], two_ranks: Ranks) -> None:
-    said = two_ranks(cases.changed_outside, what, ranks)
-    for rank, words in enumerate(said):
-        assert words.startswith(
-            f"ParameterError: parameter blocks.1.up.weight was {what} through the object that it was before"
-            if rank in ranks
-            else "GradientError: rank 1 failed in this window"
-        ), words
-
-
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-@pytest.mark.parametrize("what", cases.OUTSIDE)
-def test_a_former_parameter_changed_before_the_step(what: str, ranks: tuple[int, ...], two_ranks: Ranks) -> None:
-    said = two_ranks(cases.changed_before_the_step, what, ranks)
+def test_a_former_parameter_that_is_changed_is_an_error(
+    what: str, ranks: tuple[int, ...], when: Any, two_ranks: Ranks
+) -> None:
+    said = two_ranks(when, what, ranks)
     for rank, words in enumerate(said):
         assert words.startswith(
             f"ParameterError: parameter blocks.1.up.weight was {what} through the object that it was before"

@@ -308,7 +308,7 @@ MUTANTS = [
         "sharding/handles.py",
         "            self._formers[name] = former._version, before[1]\n            raise",
         "            continue\n            raise",
-        (GATHER + "::test_a_former_parameter_changed_outside_is_an_error",),
+        (GATHER + "::test_a_former_parameter_that_is_changed_is_an_error",),
     ),
     Mutant(
         "memory that a shard was given is not looked for",

@@ -49,8 +49,8 @@ class Handles:
             self._formers[name] = former._version, before[1]
             raise ParameterError(
                 f"parameter {name} {what} through the object that it was before initialize(), which is empty outside "
-                "of gather() at stage 3, so that this would be lost: do it inside longshore.gather([p], "
-                "modifier_rank=...), or to the model's own parameter, which is a shard"
+                "of gather() at stage 3, so that this would be lost; use longshore.gather([p], modifier_rank=...), or "
+                "the model's own parameter, which is a shard"
             )
         for name, shard in self._shards.items():
             if self._is_whole(name):
