@@ -15,7 +15,7 @@ from torch import nn
 import longshore
 from longshore.engine.client import from_client
 from longshore.errors import LongshoreError
-from longshore.sharding.store import ReductionSettings, ShardedOffload
+from longshore.sharding import ReductionSettings, ShardedOffload
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:

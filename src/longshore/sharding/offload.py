@@ -1,0 +1,79 @@
+"""Settings of a store whose state is spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longshore.optim.offload import Offload, StoreFactory
+from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.ownership import Ownership, Replicated
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.store import ShardedStore
+from longshore.sharding.twin_groups import twins_of
+
+if TYPE_CHECKING:
+    from longshore.sharding.fsdp import FullyShardedModel
+
+
+@dataclass(frozen=True)
+class ShardedOffload(StoreFactory):
+    """Settings of a store whose state is spread over the ranks of a process group.
+
+    Attributes:
+        offload: how each rank keeps its share.
+        group: process group of the ranks; None: all ranks.
+        settings: how gradients are reduced.
+        gather_numel: number of elements that are gathered together after a step (stages 1 and 2).
+        sharded: the model, at stage 3; otherwise None.
+    """
+
+    offload: Offload
+    group: Any
+    settings: ReductionSettings
+    gather_numel: int
+    sharded: FullyShardedModel | None = None
+
+    @property
+    def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sharded is not None
+
+    @property
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.sharded is None else self.sharded.leaf_of
+
+    @property
+    def detect_writes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.offload.detect_writes
+
+    @property
+    def leaves_on_device(self) -> bool:
+        return self.offload.leaves_on_device
+
+    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
+        settings = self.settings
+        waiting_numel = settings.bucket_numel
+        if self.sharded is not None:
+            # At most as many as are gathered together may wait: the device has no room for gradients of all modules.
+            waiting_numel = min(waiting_numel, self.sharded.largest_numel)
+        limit_bytes = waiting_numel * torch.float32.itemsize  # this is also the size of two buckets in 16 bits
+        collectives = CollectiveThread(twins_of(self.group, device), device, limit_bytes)
+        # If gradients are reduced in step(), there is no backward during which to step ahead.
+        in_backward = settings.each_backward or settings.early
+        offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
+        # Reduced gradients are float32, whatever their dtype was.
+        local = offload.make_store(
+            device, True, parameters, torch.float32, lambda key: ownership.values(key, parameters)
+        )
+        if self.sharded is not None:
+            # Imported here: it imports torch's FSDP2, which takes a while.
+            from longshore.sharding.fully_sharded import FullySharded
+
+            ownership = FullySharded(collectives, self.sharded, parameters)
+        else:
+            ownership = Ownership(collectives, self.gather_numel) if settings.stage > 0 else Replicated(collectives)
+        return ShardedStore(local, ownership, settings)
