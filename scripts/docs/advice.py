@@ -171,6 +171,7 @@ SECTIONS = (
         (
             "optim/clipping.py",
             "optim/gradients.py",
+            "optim/released_gradients.py",
             "optim/membership.py",
             "optim/ledger.py: LongshoreError",
             "tiles/store.py",

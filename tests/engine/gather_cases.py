@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import whole
@@ -373,6 +374,98 @@ def masters_of_former_ones() -> None:
         held.write(lambda each: each.fill_(0.5))
         held.pair.check("set")
         held.pair.train(1)
+
+
+def gradients_of_former_ones() -> str:
+    """Where a script has a parameter from before, it finds the gradient on the host, and may discard it."""
+    model = make_tower()
+    former = dict(model.named_parameters())
+    former[NAME].grad = torch.ones_like(former[NAME])
+    with pytest.warns(UserWarning, match=f"the gradients that 1 parameters still had .{NAME}"):
+        pair = Beside(model=model)
+
+    def backward(step: int) -> None:
+        pair.engine.backward(pair.engine(words_of(step, pair.rank)))
+
+    def none_left() -> bool:
+        return all(each.grad is None for each in former.values())
+
+    pair.train(0)
+    backward(1)
+    said = raised_by(lambda: nn.utils.clip_grad_norm_(former.values(), 1.0))
+    without = {name.split(".")[-2 if "extra" in name else -1] for name, each in former.items() if each.grad is None}
+    assert without == {"extra", "nothing"}, "what was not used, and what has no elements"
+    pair.engine.step()
+    pair.plain(lambda model, rank: [model(words_of(1, rank))])
+    pair.check("stepped after an error")
+    assert none_left()
+    for clear in (pair.engine.zero_grad, pair.engine.optimizer.zero_grad):
+        backward(2)
+        clear()
+        assert none_left()
+        pair.train(3)
+    backward(4)
+    for each in former.values():
+        each.grad = None
+    assert "a gradient was taken out of .grad (set to None" in raised_by(pair.engine.step)
+    pair.engine.zero_grad()
+    backward(5)
+    model.zero_grad()
+    assert none_left()
+    pair.engine.zero_grad()
+    with longshore.gather(former[NAME]):
+        backward(6)
+        assert former[NAME].grad is not None
+    pair.engine.step()
+    pair.plain(lambda model, rank: [model(words_of(6, rank))])
+    pair.check("a backward inside a block")
+    pair.engine.destroy()
+    return said
+
+
+def groups_of_former_ones() -> str:
+    """A group may be added of parameters from before, and none of what is not in the model."""
+    model = make_tower()
+    former = dict(model.named_parameters())
+    at_first = [each for name, each in former.items() if not name.startswith("extra")]
+    with beside(model=model, model_parameters=at_first) as pair:
+        pair.train(0)
+        optimizer = pair.engine.optimizer
+        said = raised_by(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}))
+        optimizer.add_param_group({"params": [former["extra.weight"], former["extra.bias"]]})
+        assert len(optimizer.param_groups) == 2
+        pair.train(1, lambda model, rank: [model(words_of(1, rank), extra=True)])
+        assert not torch.equal(whole(model.extra.weight), make_tower().extra.weight), "it is stepped"
+        again = raised_by(lambda: optimizer.add_param_group({"params": [former["extra.weight"]]}))
+        assert "is in the parameter groups twice" in again and len(optimizer.param_groups) == 2
+        pair.train(2)
+        return said
+
+
+def loaded_as_a_whole(dtype: torch.dtype) -> str:
+    """The state of an unsharded model is loaded into the sharded one, or into a part of it."""
+    torch.manual_seed(11)
+    given = {name: torch.randn(each.shape) for name, each in make_tower().state_dict().items()}
+    with handles(dtype) as held:
+        model, twin = held.pair.model, held.pair.twin
+        model.load_state_dict(given)
+        twin.load_state_dict(given)
+        held.write(lambda _: None)
+        held.pair.check("loaded")
+        held.pair.train(1)
+        part = {name.removeprefix("blocks.2."): each for name, each in given.items() if name.startswith("blocks.2.")}
+        model.blocks[0].load_state_dict(part)
+        twin.blocks[0].load_state_dict(part)
+        held.write(lambda _: None)
+        held.pair.train(2)
+        said = raised_by(lambda: model.load_state_dict(given, assign=True))
+        wrong = raised_by(lambda: model.load_state_dict({NAME: torch.zeros(3)}, strict=False))
+        assert "size mismatch for " + NAME in wrong, wrong
+        held.pair.train(3)
+        model.load_state_dict(model.state_dict())
+        held.pair.check("its own")
+        held.pair.train(4)
+        return said
 
 
 def master_set_inside() -> str:

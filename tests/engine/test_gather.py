@@ -58,6 +58,22 @@ def test_a_former_parameter_that_is_changed_is_an_error(
         ), words
 
 
+def test_gradients_where_a_parameter_is_held_from_before(two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.gradients_of_former_ones):
+        assert "its gradient is on the host" in said, said
+
+
+def test_groups_of_parameters_from_before(two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.groups_of_former_ones):
+        assert "ValueError: parameter 1.0, of shape [3], is not one of the model that initialize() was given" in said
+
+
+@DTYPES
+def test_whole_tensors_are_loaded_into_shards(dtype: torch.dtype, two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.loaded_as_a_whole, dtype):
+        assert said.startswith("ParameterError: load_state_dict(assign=True) would put another tensor"), said
+
+
 @KINDS
 def test_a_gradient_of_a_handle(kind: str, two_ranks: Ranks) -> None:
     for (said,) in two_ranks(cases.differentiated, kind):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 REFUSALS = {
-    "gradient on the host is touched": r"release_gradients=True has moved the gradient to the host",
+    "gradient on the host is touched": r"its gradient is on the host",
     "zero_grad fills": r"zero_grad\(set_to_none=False\) fills \.grad with zeros",
     "GradScaler with released gradients": r"GradScaler cannot see gradients that release_gradients=True moved",
     "clipped twice": r"clip_grad_norm_ was already called in this window",

@@ -1,6 +1,18 @@
 """The tests bite: changes that break the code, and the tests that have to fail for each (``make test-mutants``)."""
 
-from mutants import checkpoint, export, fully_sharded, host, others, planning, sharding, speculation, transfer, writes
+from mutants import (
+    checkpoint,
+    export,
+    former,
+    fully_sharded,
+    host,
+    others,
+    planning,
+    sharding,
+    speculation,
+    transfer,
+    writes,
+)
 from mutants.mutant import ROOT, Mutant
 
 __all__ = ["MUTANTS", "ROOT", "Mutant"]
@@ -12,6 +24,7 @@ MUTANTS = [
     *writes.MUTANTS,
     *sharding.MUTANTS,
     *fully_sharded.MUTANTS,
+    *former.MUTANTS,
     *checkpoint.MUTANTS,
     *export.MUTANTS,
     *planning.MUTANTS,

@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is written to gathered parameters is lost",
-        "sharding/fsdp.py",
+        "sharding/gather_block.py",
         "            shard.copy_(flat(whole.tensor)[offset : offset + numel].view(shard.shape))\n",
         "",
         (FULLY_SHARDED,),
@@ -235,8 +235,8 @@ MUTANTS = [
     Mutant(
         "hooks outlive the engine",
         "sharding/fsdp.py",
-        "for hook in (*self._root_hooks, *self._hooks.values()):",
-        "for hook in self._root_hooks:",
+        "for hook in (*self._lasting_hooks, *self._hooks.values()):",
+        "for hook in self._lasting_hooks:",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -277,7 +277,7 @@ MUTANTS = [
     ),
     Mutant(
         "an inner block ends the outer one",
-        "sharding/fsdp.py",
+        "sharding/gather_block.py",
         "                if not whole.digests:\n",
         "                if True:\n",
         (GATHER + "::test_blocks_inside_blocks",),

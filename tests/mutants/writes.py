@@ -97,14 +97,14 @@ MUTANTS = [
     # -- released.py -----------------------------------------------------------
     Mutant(
         "two threads in one parameter are not noticed",
-        "optim/gradients.py",
+        "optim/released_gradients.py",
         "        if self._entered.setdefault(index, thread) != thread:\n",
         "        if self._entered.setdefault(index, thread) is None:\n",
         ("tests/optim/test_released.py::test_two_threads_in_one_parameter_at_once_are_told",),
     ),
     Mutant(
         "a gradient that torch would have rounded counts",
-        "optim/gradients.py",
+        "optim/released_gradients.py",
         " and not is_converted(gradient)\n",
         "\n",
         (RELEASED,),

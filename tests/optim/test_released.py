@@ -80,9 +80,9 @@ def test_reading_a_gradient_that_is_on_the_host_says_what_to_do(read: Callable[[
     with pytest.raises(longshore.LongshoreError) as caught:
         read(model[0].weight.grad)
     said = str(caught.value)
-    assert said.startswith("parameter 0.weight: release_gradients=True has moved the gradient to the host, and ")
-    assert f"and {asking} asked for it. Use optimizer.clip_grad_norm_() and optimizer.grad_norm()" in said
-    assert "release_gradients=False for a GradScaler, and where .grad itself is read or edited" in said
+    assert said.startswith("parameter 0.weight: its gradient is on the host (as under every engine, and with ")
+    assert f"and {asking} asked for it. With an engine, set gradient_clipping" in said
+    assert "call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where" in said
     optimizer.step()  # nothing is lost by asking
 
 

@@ -49,9 +49,9 @@ def gather(params: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | N
         yield wanted
     else:
         # Imported here: it imports torch's FSDP2, which takes a while.
-        from longshore.sharding.fsdp import Block
+        from longshore.sharding.gather_block import GatherBlock
 
-        block = Block(sharded, modifier_rank is not None)
+        block = GatherBlock(sharded, modifier_rank is not None)
         try:
             handles = dict(zip(map(id, sharded), block.handles, strict=True))
             try:

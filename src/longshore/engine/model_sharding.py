@@ -79,9 +79,8 @@ def shard_model(
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
     replaced = {name: each for name, each in former.items() if each is not present[name]}
     weights.fill(sharded, replaced, ranks)
-    if replaced:
-        replace_by_shards(model, replaced)
-        sharded.handles.note(replaced)
+    replace_by_shards((each, present[name]) for name, each in replaced.items())
+    sharded.handles.note(replaced)
     return sharded
 
 

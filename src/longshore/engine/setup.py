@@ -40,6 +40,7 @@ from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
 from longshore.optim import Offload
 from longshore.optim.offload import StoreFactory
+from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
 from longshore.tiles import memory_for_speculation
@@ -264,9 +265,9 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
     }
     duty = "give its optimizer the same parameters in the same order (a list, never a set) and groups"
     _check_same(order, ranks, duty)
-    left = [record for record in optimizer._core.records if record.parameter.grad is not None]
+    left = [record for record in optimizer._core.records if record.has_gradient]
     for record in left:
-        record.parameter.grad = None
+        put_gradient(record, None)
     if left:
         warnings.warn(
             f"initialize() discarded the gradients that {len(left)} parameters still had ({left[0].name} and others); "

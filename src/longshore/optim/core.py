@@ -19,13 +19,14 @@ from longshore.kernels import HostRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
-from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
+from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import check_once, member_ids, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
+from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
@@ -134,6 +135,7 @@ class OptimizerCore:
             if is_lazy(parameter) and isinstance(self.offload, Offload):
                 continue  # it is taken up when it has a shape
             check_parameter(parameter, name, device, self.offload.takes_shards)
+            self.offload.check_member(parameter, name)
             device = parameter.device
             records.append(ParameterRecord(self._next_index + len(records), name, parameter, self.offload))
         if not self._building:

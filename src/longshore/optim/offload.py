@@ -41,6 +41,10 @@ class StoreFactory(ABC):
     def leaves_on_device(self) -> bool:
         """Whether any of the state stays where the parameters are."""
 
+    def check_member(self, parameter: Tensor, name: str) -> None:
+        """Raise ValueError for a parameter that :meth:`make_store`'s store could not take."""
+        return
+
     @abstractmethod
     def make_store(
         self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
-from longshore.optim.shards import flat, held_part, is_sharded
+from longshore.optim.shards import flat, former_of, held_part, is_sharded
 
 if TYPE_CHECKING:
     from longshore.optim.offload import StoreFactory
@@ -72,6 +73,8 @@ class ParameterRecord:
         self._is_sharded = is_sharded(parameter)
         self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
+        former = former_of(parameter)
+        self._former = None if former is None else weakref.ref(former)
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape
@@ -82,11 +85,24 @@ class ParameterRecord:
         self.has_master = False
         self.published: Identity | None = None
         """Identity of the parameter as this optimizer left it; None if it was not published since its state was set."""
+        self.left: Tensor | None = None
+        """The placeholder in the ``.grad`` of the parameter that a shard replaced (see :func:`former_of`)."""
 
     def leaf(self) -> Tensor | None:
         """Return the tensor into which autograd accumulates the gradient: the parameter itself, or, if its shards are
         gathered for each forward, the gathered parameter; None before it was first gathered."""
         return self.parameter if self._leaf_of is None else self._leaf_of(self.parameter)
+
+    @property
+    def former(self) -> Tensor | None:
+        """The parameter that this shard replaced, if a script still has it."""
+        return None if self._former is None else self._former()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether something is in ``.grad`` of the parameter, or of :attr:`former`."""
+        former = self.former
+        return self.parameter.grad is not None or (former is not None and former.grad is not None)
 
     @property
     def step(self) -> int:

@@ -152,11 +152,12 @@ def _moved(args: Any, asking: str) -> LongshoreError:
     placeholders = (leaf for leaf in tree_leaves(args) if isinstance(leaf, ReleasedGradient))
     name = next((f"parameter {each.parameter_name}" for each in placeholders), "a parameter")
     return LongshoreError(
-        f"{name}: release_gradients=True has moved the gradient to the host, and {asking} asked for it. "
-        "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
-        "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
-        "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
-        "release_gradients=False for a GradScaler, and where .grad itself is read or edited"
+        f"{name}: its gradient is on the host (as under every engine, and with release_gradients=True), and {asking} "
+        "asked for it. With an engine, set gradient_clipping in its configuration, call engine.get_global_grad_norm(), "
+        "and read or set gradients by longshore.utils.safe_get_full_grad() and safe_set_full_grad(). With an optimizer "
+        "alone, call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where "
+        ".grad itself is read or edited, and for a GradScaler. To discard gradients, set them to None "
+        "(zero_grad())"
     )
 
 
@@ -198,6 +199,26 @@ def new_placeholder(record: ParameterRecord, hooks: ReleaseHooks | None) -> Tens
     if hooks is not None:
         placeholder.hooks = weakref.ref(hooks)
     return like(record.parameter, placeholder) if record.keeps_shard else placeholder
+
+
+def gradient_of(record: ParameterRecord) -> Tensor | None:
+    """Return ``.grad`` of a parameter; None, and make it so, if it was discarded where a script has the parameter that
+    a shard replaced."""
+    former = record.former
+    if former is not None and former.grad is not record.left:
+        put_gradient(record, None)
+    return record.parameter.grad
+
+
+def put_gradient(record: ParameterRecord, placeholder: Tensor | None) -> None:
+    """Set ``.grad`` of a parameter, and of the one that a shard replaced, which has no elements: whoever clips or reads
+    gradients there, or looks whether there are any, is told that they are on the host."""
+    record.parameter.grad, record.left = placeholder, None
+    if (former := record.former) is not None:
+        if placeholder is not None:
+            record.left = _one_nan(former.dtype, former.device).expand(former.shape).as_subclass(ReleasedGradient)
+            record.left.parameter_name = record.name
+        former.grad = record.left
 
 
 def foreign(record: ParameterRecord) -> GradientError:

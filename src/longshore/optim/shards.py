@@ -5,43 +5,41 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_FORMER = WeakIdKeyDictionary()
-"""For each parameter that a shard replaced, the model and the name of its first place there."""
-_FORMER_OF: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+_SHARD_OF = WeakIdKeyDictionary()
+"""For each parameter that a shard replaced, a weak reference to the shard."""
+_FORMER_OF = WeakIdKeyDictionary()
+"""For each of these shards, a weak reference to the parameter that it replaced."""
 
 
-def replace_by_shards(model: nn.Module, former: Mapping[str, Tensor]) -> None:
-    """Note that a model's parameters with these names have become shards, and were ``former``, which scripts keep."""
-    for name, parameter in former.items():
-        _FORMER[parameter] = weakref.ref(model), name
-    _FORMER_OF[model] = {name: weakref.ref(parameter) for name, parameter in former.items()}
+def replace_by_shards(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Note for each pair that a model had the first parameter, which scripts may keep, and has the second now."""
+    for former, shard in pairs:
+        _SHARD_OF[former], _FORMER_OF[shard] = weakref.ref(shard), weakref.ref(former)
 
 
 def present(parameter: Tensor) -> Tensor:
-    """Return the parameter that replaced this one when its model was sharded; this one if none did, or it is gone."""
-    found = _FORMER.get(parameter)
-    model = None if found is None else found[0]()
-    if found is None or model is None:
-        return parameter
-    return dict(model.named_parameters()).get(found[1], parameter)
+    """Return the shard that replaced this parameter; the parameter itself if none did, or it is gone."""
+    found = _SHARD_OF.get(parameter)
+    shard = None if found is None else found()
+    return parameter if shard is None else shard
 
 
-def former_of(model: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter that was in a model under this name before it was sharded, if a script still has it."""
-    found = _FORMER_OF.get(model, {}).get(name)
+def former_of(shard: Tensor) -> Tensor | None:
+    """Return the parameter that a shard replaced, if a script still has it."""
+    found = _FORMER_OF.get(shard)
     return None if found is None else found()
 
 
 def is_former(parameter: Tensor) -> bool:
     """Return whether a shard replaced this parameter."""
-    return parameter in _FORMER
+    return parameter in _SHARD_OF
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.other_words import check_not_replaced
 from longshore.optim.parameters import group_members
+from longshore.optim.shards import present
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
 
@@ -70,6 +71,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             param_group["params"] = group_members(named_beside, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group["params"] = list(map(present, group["params"]))  # scripts may have those that shards replaced
         try:
             self._core.family.check_group(group)
             self._core.register(group, len(self.param_groups) - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.hooks import RemovableHandle
 
-from longshore.optim.shards import flat, former_of, held_part, is_former, present
+from longshore.errors import ParameterError
+from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.sharding.fsdp_records import check_supported, groups_of, modules_with, parallel_placements
 from longshore.sharding.gathered_writes import GatheredWrites
 from longshore.sharding.handles import Handles
@@ -28,6 +29,7 @@ from longshore.sharding.layout import ParameterLayout, RankGrid
 from longshore.sharding.whole import Whole
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
+"""The models of all engines."""
 
 
 class FullyShardedModel:
@@ -74,17 +76,20 @@ class FullyShardedModel:
         self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
         """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
         self._writes = GatheredWrites()
-        self.handles = Handles(model, {name: key for key, name in self.names.items()}, self.members, self.whole)
+        self.handles = Handles({name: key for key, name in self.names.items()}, self.members, self.whole)
         self.discarded = False
         """Whether a window was discarded since the last forward. The root's parameters may still be gathered for its
         backward, and no more where a rank failed, so that not all would gather them in the next forward."""
-        self._root_hooks = [
+        self._lasting_hooks = [
             model.register_forward_pre_hook(self._before_forward, prepend=True),  # before FSDP2's own
             model.register_forward_hook(self._after_forward),
             model.register_state_dict_pre_hook(lambda *_: self.align()),
         ]
         before: Any = model._state_dict_pre_hooks
-        before.move_to_end(self._root_hooks[-1].id, last=False)  # before FSDP2's own, which frees gathered tensors
+        before.move_to_end(self._lasting_hooks[-1].id, last=False)  # before FSDP2's own, which frees gathered tensors
+        self._lasting_hooks += [
+            module.register_load_state_dict_pre_hook(self._before_loading) for module in model.modules()
+        ]
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():
@@ -134,7 +139,7 @@ class FullyShardedModel:
 
     def close(self) -> None:
         """Restore the model to how ``fully_shard`` made it."""
-        for hook in (*self._root_hooks, *self._hooks.values()):
+        for hook in (*self._lasting_hooks, *self._hooks.values()):
             hook.remove()
         for module in self.model.modules():
             for name in ("zero_grad", "reshard"):
@@ -176,7 +181,7 @@ class FullyShardedModel:
         for key, member in self.members.items():
             before, shard = self._trainable[key], member.sharded_param
             leaf = getattr(member, "_unsharded_param", shard)
-            former = former_of(self.model, self.names[key])
+            former = former_of(shard)
             handles = (shard, leaf) if former is None else (shard, leaf, former)
             if all(each.requires_grad == before for each in handles):
                 continue
@@ -192,6 +197,25 @@ class FullyShardedModel:
             self._writes.watch((self.names[key], each, self.layout_of) for key, each in self.members.items())
         else:
             self._free()
+
+    def _before_loading(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
+    ) -> None:
+        """Let a module's shards be loaded from whole tensors, which every rank has, as at other stages."""
+        for name, parameter in module._parameters.items():
+            given = state.get(prefix + name)
+            if parameter is None or given is None or id(parameter) not in self.members or id(parameter) in self.whole:
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise ParameterError(
+                    f"load_state_dict(assign=True) would put another tensor in the place of parameter {prefix + name}, "
+                    "which would not be trained: leave assign out"
+                )
+            if isinstance(given, Tensor) and not is_sharded(given) and given.shape == parameter.shape:
+                layout, shard = self.layout_of(parameter), held_part(parameter)
+                offset, numel = layout.shard(dist.get_rank())
+                mine = layout.part_of(flat(given), self.tp_rank)[offset : offset + numel]
+                state[prefix + name] = like(parameter, mine.view(shard.shape).to(shard.device))
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """Return the tensor into which the parameter is gathered, always the same one; None before the first gather."""
@@ -267,110 +291,11 @@ def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: b
     former(set_to_none)
     within = set(module.modules())
     found = [each for model in _MODELS for each in model.members.values() if not within.isdisjoint(modules_with(each))]
-    nn.ParameterList(each.sharded_param for each in found).zero_grad(set_to_none)
-
-
-class Block:
-    """Parameters that are whole inside one block of ``gather()``; blocks may be inside one another.
-
-    All ranks have to make it and to :meth:`leave` it.
-
-    Args:
-        parameters: sharded parameters, given as shards, as the tensors into which they are gathered, or as the
-            parameters that the shards replaced.
-        writes: whether they are to be written.
-
-    Raises:
-        ValueError: a parameter belongs to no known model, or is one of tensor parallelism and is to be written.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], writes: bool) -> None:
-        found: dict[int, tuple[FullyShardedModel, Any]] = {}
-        self.handles: list[Tensor] = []
-        """Tensors that are whole inside, in the order of ``parameters``: the shards, and those that they replaced."""
-        for given in parameters:
-            model, member = _member_of(given)
-            found[id(member)] = model, member
-            self.handles.append(given if is_former(given) else member.sharded_param)
-            if writes and parallel_placements(member):
-                # The module keeps its part, and a write to the copy would be lost silently.
-                raise ValueError(
-                    f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which "
-                    "gather() gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
-                )
-        self._writes = writes
-        self._members = list(found.values())
-        self._models = list(dict.fromkeys(model for model, _ in self._members))
-        self._modules = [
-            module
-            for model in self._models
-            for module in model.modules
-            if any(id(member) in found for group in groups_of(module) for member in group.fsdp_params)
-        ]
-        for model in self._models:
-            model.align()
-        try:
-            for module in self._modules:
-                self._gather(module)
-        except BaseException:
-            self.leave()
-            raise
-
-    def _gather(self, module: FSDPModule) -> None:
-        """Make those of the parameters whole that a module gathers, one module after the other: memory for one more is
-        enough."""
-        here = {id(member) for group in groups_of(module) for member in group.fsdp_params}
-        wanted = [(model, member) for model, member in self._members if id(member) in here]
-        if any(id(member.sharded_param) not in model.whole for model, member in wanted):
-            module.unshard()
-        for model, member in wanted:
-            shard = member.sharded_param
-            if id(shard) not in model.whole:
-                name = model.names[id(shard)]
-                former = former_of(model.model, name)
-                model.whole[id(shard)] = Whole(name, shard, member._unsharded_param, [] if former is None else [former])
-            model.whole[id(shard)].begin(self, self._writes)
-        if all(model.grid.tp_size == 1 for model, _ in wanted):
-            FSDPModule.reshard(module)  # the module has the shards now, which are whole
-
-    def whole(self) -> list[Whole]:
-        return [model.whole[id(member.sharded_param)] for model, member in self._members]
-
-    def problems(self) -> list[str]:
-        """Return what scripts did in the block that cannot stay, by parameter."""
-        found = []
-        for each in self.whole():
-            if (problem := each.take()) is not None:
-                found.append(problem)
-            elif each.written_in(self):
-                found.append(f"parameter {each.name} was written without modifier_rank")
-        return found
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Give the shards the whole values, which are those of all ranks now."""
-        for model, member in self._members:
-            whole, shard = model.whole[id(member.sharded_param)], held_part(member.sharded_param)
-            offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
-            shard.copy_(flat(whole.tensor)[offset : offset + numel].view(shard.shape))
-            # These are the versions of the shard itself, which tells the optimizer that somebody wrote.
-            torch.autograd.graph.increment_version(member.sharded_param)
-            for block, digest in whole.digests.items():
-                if digest is not None:
-                    whole.digests[block] = whole.digest()  # another block around this one
-
-    def leave(self) -> None:
-        for model, member in self._members:
-            key = id(member.sharded_param)
-            if (whole := model.whole.get(key)) is not None:
-                whole.digests.pop(self, None)
-                if not whole.digests:
-                    model.whole.pop(key).end()
-                    model.handles.note([whole.name])
-        for model in self._models:
-            model.align_trainable()
-        for module in self._modules:
-            FSDPModule.reshard(module)
+    shards = [each.sharded_param for each in found]
+    nn.ParameterList(shards).zero_grad(set_to_none)
+    for replaced in map(former_of, shards):
+        if replaced is not None:
+            replaced.grad = None
 
 
 def is_member(parameter: Tensor) -> bool:
@@ -389,7 +314,7 @@ def _find(parameter: Tensor) -> tuple[FullyShardedModel, Any] | None:
     return None
 
 
-def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
+def member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
     """Return the model of a parameter (see :func:`is_member`), and FSDP2's record of it."""
     found = _find(present(parameter))
     if found is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.optim.parameters import has_hooks
+from longshore.optim.released import is_released
 from longshore.optim.shards import former_of, held_part
 
 
@@ -18,16 +19,12 @@ class Handles:
     The latter have no elements outside of blocks of ``gather()``.
 
     Args:
-        model: whose parameters are shards.
         keys: the ``id`` of each shard, by name.
         members: FSDP2's record of each shard, by its ``id``.
         whole: has the ``id`` of each shard that is whole now, inside a block of ``gather()``.
     """
 
-    def __init__(
-        self, model: nn.Module, keys: Mapping[str, int], members: Mapping[int, Any], whole: Container[int]
-    ) -> None:
-        self._model = model
+    def __init__(self, keys: Mapping[str, int], members: Mapping[int, Any], whole: Container[int]) -> None:
         self._shards = {name: members[key].sharded_param for name, key in keys.items()}
         self._whole = whole
         self._memory = {name: _memory_of(shard) for name, shard in self._shards.items()}
@@ -37,13 +34,13 @@ class Handles:
     def note(self, names: Collection[str]) -> None:
         """Take former parameters as they are now: they have been replaced, or have been whole."""
         for name in names:
-            if (former := former_of(self._model, name)) is not None:
+            if (former := former_of(self._shards[name])) is not None:
                 self._formers[name] = former._version, _place_of(former)
 
     def check(self) -> None:
         """Raise ParameterError for what was done to a parameter that is not whole; for a write only once."""
         for name, before in self._formers.items():
-            former = former_of(self._model, name)
+            former = former_of(self._shards[name])
             if former is None or self._is_whole(name) or (what := _done_to(former, *before)) is None:
                 continue
             self._formers[name] = former._version, before[1]
@@ -77,7 +74,7 @@ def _place_of(former: Tensor) -> Any:
 
 
 def _done_to(former: Tensor, version: int, place: Any) -> str | None:
-    if former.grad is not None:
+    if former.grad is not None and not is_released(former.grad):
         return "was given a gradient"
     if has_hooks(former):
         return "was given a hook"

@@ -54,6 +54,14 @@ class ShardedOffload(StoreFactory):
     def leaves_on_device(self) -> bool:
         return self.offload.leaves_on_device
 
+    def check_member(self, parameter: Tensor, name: str) -> None:
+        if self.sharded is not None and id(parameter) not in self.sharded.members:
+            raise ValueError(
+                f"parameter {name}, of shape {list(parameter.shape)}, is not one of the model that initialize() was "
+                "given, and at stage 3 the model's are sharded when it is made: put it into the model before, or use "
+                "stage 2, or an optimizer of its own"
+            )
+
     def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
         settings = self.settings
         waiting_numel = settings.bucket_numel

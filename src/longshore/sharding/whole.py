@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longshore.optim.released import is_released
 from longshore.optim.shards import flat
 
 _WHOLE: dict[int, Tensor] = {}
@@ -122,7 +123,7 @@ class Whole:
         _WHOLE[id(shard)] = self.tensor
         shard.__class__ = WholeParameter
         self._trains = self.tensor.requires_grad
-        self._former = [(each, each.data, each.grad) for each in former]
+        self._former = [(each, each.data) for each in former]
         for each in former:
             each.data = self._memory
             each.requires_grad_(self._trains)
@@ -140,9 +141,9 @@ class Whole:
     def take(self) -> str | None:
         """Give all handles the memory that a script gave one of them (``p.data = x``); return what it did that cannot
         count."""
-        if any(each.grad is not gradient for each, _, gradient in self._former):
+        if any(each.grad is not None and not is_released(each.grad) for each, _ in self._former):
             return f"parameter {self.name} got a gradient where it is held from before initialize()"
-        memory, handles = self._memory, (self.tensor, *(each for each, _, _ in self._former))
+        memory, handles = self._memory, (self.tensor, *(each for each, _ in self._former))
         given = [each.data for each in handles if not _same(each, memory)]
         if not given:
             return None
@@ -167,7 +168,7 @@ class Whole:
 
     def end(self) -> None:
         """Make it a shard again; its values are those of the shards."""
-        handles = self.tensor, *(each for each, _, _ in self._former)
+        handles = self.tensor, *(each for each, _ in self._former)
         # A script may have frozen or thawed any of them.
         trains = self._trains ^ any(each.requires_grad != self._trains for each in handles)
         self.shard.__class__ = self._kind
@@ -176,7 +177,7 @@ class Whole:
             each.requires_grad_(trains)
         if self._leaf is not None:
             self._leaf.data = self._gathered
-        for each, without_elements, _ in self._former:
+        for each, without_elements in self._former:
             each.data = without_elements
 
 
