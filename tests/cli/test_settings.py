@@ -82,8 +82,9 @@ def test_refused_by_demo(cli, arguments, message):
 
 
 def test_unknown_command(cli):
-    assert "No such command" in cli("trian").refused()
+    said = cli("trian").refused()
+    assert "No such command 'trian' (the commands are train, launch, demo, run-deepspeed, export, inspect, " in said
 
 
 def test_no_command(cli):
-    assert "Missing command (see longshore --help)" in cli().refused()
+    assert "Missing command (the commands are train, " in cli().refused()

@@ -100,7 +100,9 @@ def _with_resume_auto(arguments: Sequence[str]) -> list[str]:
 def _explain(error: Exception) -> tuple[str, int]:
     """Return the message and the exit code for an error of another package; re-raise an unknown one."""
     if _is_usage(error):
-        return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
+        said, commands = error.format_message().rstrip("."), _commands_of(error)  # pyright: ignore
+        hint = f"the commands are {', '.join(commands)}" if commands else "see longshore --help"
+        return f"{said} ({hint})", getattr(error, "exit_code", 2)
     from longshore.errors import LongshoreError
 
     if isinstance(error, LongshoreError):
@@ -108,6 +110,13 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
         return f"out of memory ({terminal.one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
     raise error
+
+
+def _commands_of(error: Exception) -> list[str]:
+    """Return the names of all commands, if the error is that one is missing or unknown."""
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    commands = getattr(command, "commands", {})  # no group is inside another one
+    return [name for name, each in commands.items() if not each.hidden]
 
 
 def _is_usage(error: Exception) -> bool:
