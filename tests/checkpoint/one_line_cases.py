@@ -180,6 +180,20 @@ def sharded_stages(folder: str) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def stages_saved_again(folder: str) -> None:
+    """Two stages, each on two ranks, in folders of their own; the process groups of a save are gone before the next."""
+    stage = dist.get_rank() // 2
+    model, optimizer = Stage([stage]).make()
+    for number in range(3):
+        step_stage(model, optimizer)
+        longshore.save(f"{folder}/{number}/{stage}", model, optimizer)
+    before = state_of(model, optimizer)
+    model, optimizer = Stage([stage], seed=3).make()
+    longshore.load(f"{folder}/2/{stage}", model, optimizer)
+    after = state_of(model, optimizer)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def rank_zero_alone(folder: str) -> str:
     model, optimizer = Stage([0]).make()
     if dist.get_rank() == 0:

@@ -332,6 +332,10 @@ def test_a_rank_that_does_not_save_is_an_error(tmp_path: Path) -> None:
         ranks.stop()
 
 
+def test_stages_save_again(tmp_path: Path, four_ranks: Ranks) -> None:
+    four_ranks(cases.stages_saved_again, str(tmp_path))
+
+
 def test_a_checksum_sees_every_change() -> None:
     torch.manual_seed(0)
     for numel in (0, 1, 7, 2048, 5000):

@@ -106,12 +106,23 @@ def placed_as(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
 Losses = Callable[[Any, int], Sequence[Tensor]]
 
 
+def engines_on_one_mesh() -> None:
+    """One engine after another, whose process groups are of a part of the ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMENSIONS[2])
+    for _ in range(3):
+        pair = Beside(torch.float32, mesh=mesh)
+        pair.train(0)
+        pair.engine.destroy()
+
+
 class Beside:
     """An engine on tensor parallelism and FSDP2; and tensor parallelism alone, run on the data of all ranks in turn,
     with the plain loop that the engine has to equal."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] = (2, 2), **fields: Any) -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMENSIONS[len(shape)])
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...] = (2, 2), mesh: DeviceMesh | None = None, **fields: Any
+    ) -> None:
+        mesh = mesh or init_device_mesh("cpu", shape, mesh_dim_names=DIMENSIONS[len(shape)])
         self.parts = shape[-1]
         self.places = dist.get_world_size() // self.parts
         self.place, self.part = divmod(dist.get_rank(), self.parts)

@@ -36,6 +36,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(parameter: str, four_ranks: R
     four_ranks(cases.overflowing, parameter)
 
 
+def test_one_engine_after_another(four_ranks: Ranks) -> None:
+    four_ranks(cases.engines_on_one_mesh)
+
+
 def test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named(four_ranks: Ranks) -> None:
     for said in four_ranks(cases.used_in_one_part):
         assert said.startswith("GradientError: parameter extra.weight has a gradient on rank 0, 2, and none on the")

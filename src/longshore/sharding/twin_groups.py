@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 
 def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
-    """Make a process group of the same ranks for one thread alone; all of them have to call this function.
+    """Make a process group of the same ranks for one thread alone; all ranks of the default group have to call this
+    function, those of another group for theirs.
 
     Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
     a second engine, run while the thread's are under way: in one group they would be confused with each other.
@@ -19,12 +20,20 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
         group: the group whose ranks and timeout are taken; None: the default group, of all ranks.
         device: device of the tensors.
         backend: a backend other than the group's.
-        ranks: only these of the group's ranks, in this order.
+        ranks: only these of the group's ranks.
     """
     group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
-    part = len(ranks) < dist.get_world_size()  # if so, the other ranks need not call
-    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
+    ranks = sorted(dist.get_process_group_ranks(group) if ranks is None else ranks)
+    parts = [ranks]
+    if len(ranks) < dist.get_world_size():
+        # Without the other ranks (use_local_synchronization=True) torch names a group by its ranks and by how many
+        # groups there are: after one was destroyed, the next has its name, and finds its addresses in the store.
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, ranks)
+        parts = sorted({tuple(each): each for each in said}.values())
+    timeout = timeout_of(group, device)
+    made = [dist.new_group(part, timeout=timeout, backend=backend) for part in parts]
+    return made[parts.index(ranks)]
 
 
 class Twins(NamedTuple):
