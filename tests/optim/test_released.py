@@ -599,9 +599,9 @@ def test_gradients_that_are_lost_with_their_optimizer_are_an_error_for_whoever_u
     before = [parameter.detach().clone() for parameter in model.parameters()]
     parameters = list(model.parameters())
     uses: list[tuple[Callable[[], Any], str]] = [
-        (lambda: torch.optim.SGD(parameters, 0.1).step(), "moved the gradient to the host"),
-        (lambda: loss_of(model, 1).backward(), "moved the gradient to the host"),
-        (lambda: longshore.SGD(parameters, 0.1).step(), "moved the gradient to the host"),
+        (lambda: torch.optim.SGD(parameters, 0.1).step(), "its gradient is on the host"),
+        (lambda: loss_of(model, 1).backward(), "its gradient is on the host"),
+        (lambda: longshore.SGD(parameters, 0.1).step(), "its gradient is on the host"),
     ]
     for use, message in uses:
         with pytest.raises(longshore.LongshoreError, match=message):
@@ -625,7 +625,7 @@ def test_a_parameter_out_of_its_group_at_zero_grad_has_lost_its_gradient_for_the
     optimizer.zero_grad()  # torch's leaves the other's .grad
     (a + b).sum().backward()  # into what is lost
     other = longshore.SGD([b], 0.1)
-    with pytest.raises(longshore.LongshoreError, match="moved the gradient to the host"):
+    with pytest.raises(longshore.LongshoreError, match="its gradient is on the host"):
         other.step()
     other.zero_grad()
     (a + b).sum().backward()

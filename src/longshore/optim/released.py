@@ -157,7 +157,7 @@ def _moved(args: Any, asking: str) -> LongshoreError:
         "and read or set gradients by longshore.utils.safe_get_full_grad() and safe_set_full_grad(). With an optimizer "
         "alone, call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where "
         ".grad itself is read or edited, and for a GradScaler. To discard gradients, set them to None "
-        "(zero_grad())"
+        "(zero_grad(set_to_none=True))"
     )
 
 
