@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 20
-_ANSWER_S = 120
-"""How long a case may take: some of 40 steps take 15 s alone, and four times that beside others. Where ranks wait for
-each other, that ends sooner."""
 _MOST_GROUPS = 24
 """Process groups with which a process goes on. torch keeps those of meshes, and each has a thread of gloo that looks at
 its sockets 100 times a second: hundreds of them take a core."""
@@ -141,8 +138,7 @@ class Ranks:
         results, failures, groups = [], [], 0
         for rank, pipe in enumerate(self._pipes):
             try:
-                within_s = max(2 * self._timeout_s, _ANSWER_S)
-                done, result = pipe.recv() if pipe.poll(within_s) else (False, "did not answer in time")
+                done, result = pipe.recv() if pipe.poll(2 * self._timeout_s) else (False, "did not answer in time")
             except EOFError:
                 self._processes[rank].join(self._timeout_s)
                 code = self._processes[rank].exitcode

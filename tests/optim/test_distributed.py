@@ -44,7 +44,8 @@ def test_four_ranks(layout: str, mode: str, backwards: int, kind: str, four_rank
 def test_a_schedule_that_scales_gradients_is_refused_by_name(two_ranks: Ranks) -> None:
     """With ``release_gradients=True``: ``scale_grads=False`` is right. For DDP, see test_wrappers.py."""
     for said in two_ranks(cases.scaled_by_torch):
-        assert "its gradient is on the host (as under every engine, and with" in said and "div_ asked" in said
+        held = "its gradient is on the host (as under every engine, and with release_gradients=True)"
+        assert f"{held}, and div_ asked for it" in said
 
 
 def test_sums_over_ranks_are_reduced_once_a_step(two_ranks: Ranks) -> None:

@@ -80,9 +80,10 @@ def test_reading_a_gradient_that_is_on_the_host_says_what_to_do(read: Callable[[
     with pytest.raises(longshore.LongshoreError) as caught:
         read(model[0].weight.grad)
     said = str(caught.value)
-    assert said.startswith("parameter 0.weight: its gradient is on the host (as under every engine, and with ")
-    assert f"and {asking} asked for it. With an engine, set gradient_clipping" in said
+    held = "its gradient is on the host (as under every engine, and with release_gradients=True)"
+    assert said.startswith(f"parameter 0.weight: {held}, and {asking} asked for it. With an engine, set ")
     assert "call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where" in said
+    assert "where .grad itself is read or edited, and for a GradScaler" in said
     optimizer.step()  # nothing is lost by asking
 
 

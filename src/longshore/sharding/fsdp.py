@@ -1,7 +1,7 @@
 """A model on torch's FSDP2, which gathers its parameters for each forward and backward.
 
-Only this file, fsdp_records.py, gathered_writes.py, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private
-interfaces (torch 2.13).
+Only this file, fsdp_records.py, gathered_writes.py, gather_block.py, and ``ModuleGather`` in fully_sharded.py, use
+FSDP2's private interfaces (torch 2.13).
 """
 
 from __future__ import annotations
