@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from support import whole
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import longshore
+from engine.cases import engine_of
 from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
 from longshore.transfer import Transfer
 
@@ -438,6 +440,72 @@ def _be_killed(store: Any, gathering: int | None) -> None:
 
     store.local.commit = commit
     store.collectives.data.gather = gather
+
+
+def killed_in_a_collective_of_the_device(stage: int, gathers: bool, told: str) -> None:
+    """Rank 1 is killed after all ranks met to exchange gradients (or for the last gather of a forward), and before it
+    does: the collective of rank 0 is under way then. Rank 0 writes what it is told, and how soon, to a file."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = engine_of(Scenario(), stage, "device", "small", torch.float32, "off")
+    values = inputs(0, 0, rank, torch.float32).to(engine.device)
+
+    gathered, of_forward, gather = 0, 0, DefaultAllGather.__call__
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        if gathered == of_forward:
+            be_killed()
+        return gather(*args, **kwargs)
+
+    def train() -> None:
+        nonlocal gathered, of_forward
+        gathered = 0
+        loss = engine(values, HEADS)
+        if not of_forward and rank == 1 and gathers:
+            of_forward = gathered
+        loss.item()
+        engine.backward(loss)
+        engine.step()
+
+    def be_killed(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    DefaultAllGather.__call__ = counting
+    train()
+    if rank == 1 and not gathers:
+        engine.optimizer._core.store.collectives.data.exchange = be_killed
+    start = time.monotonic()
+    said = [raised_by(train), str(time.monotonic() - start), raised_by(engine.optimizer.state_dict)]
+    pathlib.Path(told).write_text("\n".join(said))
+    engine.destroy()
+
+
+def last_of_three(stage: int, told: str) -> list[Any]:
+    """Rank 2 is killed; what the others are told. The first two do not wait for the same ranks."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    backward(engine, 0, rank)
+    engine.step()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(1.0)
+    start = time.monotonic()
+
+    def train() -> None:
+        backward(engine, 1, rank)
+        engine.step()
+
+    said = raised_by(train)
+    pathlib.Path(f"{told}{rank}").write_text(f"{said}\n{time.monotonic() - start}")
+    while not all(pathlib.Path(f"{told}{other}").exists() for other in range(2)):
+        time.sleep(0.05)  # this rank has not ended, too, before the other one knows
+    return []
 
 
 def left_by_engines(stage: int) -> list[tuple[int, int]]:

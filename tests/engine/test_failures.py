@@ -182,7 +182,7 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         text = (tmp_path / f"{attempt}.txt").read_text()
         lines = text.splitlines()
         assert lines[-1].startswith("longshore.errors.RankError: rank 0: a collective failed (")
-        assert "), so another rank has probably ended; look at the first error of any rank" in lines[-1]
+        assert "), so rank 1 has ended; look at the first error of any rank, and start again" in lines[-1]
         assert text.count("Traceback (most recent call last)") == 1, text
         assert text.count("RuntimeError: ") == 1, text
         assert text.count("gloo/transport") == 1, text  # the whole of what torch said is in the cause alone
@@ -213,6 +213,17 @@ def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
     assert float(seconds) < 10  # the timeout of the group is 20
     for later in (state, step):
         assert later.startswith("BrokenStateError: an earlier step failed half way on this or another rank")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_rank_is_told_which_one_ended(stage: int, three_ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"^rank 2: ended with exit code -9$"):
+        three_ranks(failure_cases.last_of_three, stage, str(tmp_path / "told"))
+    for rank in range(2):
+        said, seconds = (tmp_path / f"told{rank}").read_text().splitlines()
+        assert said.startswith(f"RankError: rank {rank}: a collective failed ("), said
+        assert "), so rank 2 has ended; look at the first error of any rank, and start again from a checkpoint" in said
+        assert float(seconds) < 10
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

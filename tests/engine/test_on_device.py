@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from on_device import runs_triton
-from ranks import Ranks
+from ranks import RankFailure, Ranks
 
-from engine import cases
+from engine import cases, failure_cases
 from engine.scenarios import SCENARIOS
 from engine.test_table import LONG
 
@@ -36,6 +38,24 @@ TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split
 def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2):
         assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.parametrize("stage, gathers", [(0, False), (1, False), (2, False), (3, False), (3, True)])
+def test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds(
+    stage: int, gathers: bool, two_devices: Ranks, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailure, match=r"^rank 1: ended with exit code -9$"):
+        two_devices(failure_cases.killed_in_a_collective_of_the_device, stage, gathers, str(told))
+    first, seconds, state = told.read_text().split("\n")
+    under_way = "rank 1 has ended while a collective was under way; look at the first error"
+    at_a_meeting = r"rank 0: a collective failed \(.*\), so rank 1 has ended; look at the first error"
+    assert re.match(f"RankError: ({under_way}|{at_a_meeting})", first), first
+    if stage in (1, 2) or gathers:  # otherwise the ranks may meet again before one of them waits for the device
+        assert first.startswith(f"RankError: {under_way}")
+    assert float(seconds) < 10
+    if stage > 0:  # at stage 0 each rank has all of it
+        assert re.match(f"RankError: ({under_way}|{at_a_meeting})", state), state
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,6 +8,7 @@ from mutants.mutant import (
     FAILURES,
     ONE_SIDED,
     PENDING,
+    PRESENCE,
     REDUCTION,
     ROUNDS,
     TABLE,
@@ -118,8 +119,8 @@ MUTANTS = [
     Mutant(
         "every rank says that it has everything",
         "sharding/reduction.py",
-        "has = [member.parameter in gradients for",
-        "has = [member.parameter >= 0 for",
+        "has = as_words([member.parameter in gradients for",
+        "has = as_words([member.parameter >= 0 for",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -562,7 +563,7 @@ MUTANTS = [
     Mutant(
         "at stage 0 unused ranges arrive as zeros",
         "sharding/ownership.py",
-        "                if used[rank, position]:\n",
+        "                if used[rank][position]:\n",
         "                if used is not None:\n",
         (COLLECTIVES,),
     ),
@@ -636,5 +637,40 @@ MUTANTS = [
         "            collectives.leave(number, unless_told=True)\n",
         "            collectives.give_up()\n",
         (TENSOR_PARALLEL,),
+    ),
+    Mutant(
+        "a rank that closes its engine is taken for one that ended",
+        "sharding/presence.py",
+        "            peer.connection.send(_LEAVING)\n",
+        "            pass\n",
+        (PRESENCE,),
+    ),
+    Mutant(
+        "a rank that never accepted a connection is taken for one that ended",
+        "sharding/presence.py",
+        'if said == b"" and peer.accepted:',
+        'if said == b"":',
+        (PRESENCE,),
+    ),
+    Mutant(
+        "a forked process stands for its rank",
+        "sharding/presence.py",
+        "    for presence in list(_all):\n",
+        "    for presence in list[Presence]():\n",
+        (PRESENCE,),
+    ),
+    Mutant(
+        "a stranger is taken for a rank",
+        "sharding/presence.py",
+        "if hmac.compare_digest(greeting[:_KEY_BYTES], key) and other in missing:",
+        "if other in missing:",
+        (PRESENCE,),
+    ),
+    Mutant(
+        "a rank waits for one that ended, if gloo says nothing",
+        "sharding/unfinished.py",
+        "if until == math.inf and gone():",
+        "if False:",
+        ("tests/sharding/test_unfinished.py",),
     ),
 ]

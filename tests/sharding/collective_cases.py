@@ -14,7 +14,7 @@ import torch.distributed as dist
 from longshore.errors import RankError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import reduction as module
-from longshore.sharding.agreement import Action, Statement, agree_on
+from longshore.sharding.agreement import Action, Agreement, Statement, agreement_of
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import plan_buckets
 from longshore.sharding.ownership import Ownership, Replicated
@@ -128,6 +128,12 @@ def closing() -> list[object]:
     return found
 
 
+def agreed_on(collectives: CollectiveThread, mine: Statement) -> Agreement:
+    rows = collectives.tell(Action.STEP, 0, 0, mine.numbers())
+    assert rows is not None
+    return agreement_of(rows, mine)
+
+
 def agreeing() -> object:
     """Rank 0: two deferred rounds, the second a sum; rank 1: one, a sum, and a failure."""
     collectives = make_thread()
@@ -136,14 +142,14 @@ def agreeing() -> object:
         if collectives.rank == 0
         else Statement([True], True, 2, [0, 1], [False, False, True])
     )
-    agreed = collectives.run(lambda: agree_on(collectives.rows, mine))
+    agreed = collectives.run(lambda: agreed_on(collectives, mine))
     collectives.close()
     return (agreed.deferred, agreed.failed, agreed.backwards, agreed.order, agreed.used)
 
 
 def many_deferred() -> list[bool]:
     collectives = make_thread()
-    agreed = collectives.run(lambda: agree_on(collectives.rows, Statement([False] * 70)))
+    agreed = collectives.run(lambda: agreed_on(collectives, Statement([False] * 70)))
     collectives.close()
     return list(agreed.deferred)
 

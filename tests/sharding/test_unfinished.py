@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
+from longshore.sharding.unfinished import wait_for
 
 _BEGIN = """
 import os, sys, time, torch
@@ -92,3 +96,39 @@ def test_a_script_that_fails_while_a_thread_waits_for_other_ranks(delay_s: float
     codes, said = _ends(_BEGIN + _FAILS, delay_s, tmp_path)
     assert codes == [0, 1], said
     assert "terminate" not in said[1]
+
+
+class Endless:
+    """A collective that gloo does not end."""
+
+    def __init__(self, ends: bool = False) -> None:
+        self.waits = 0
+        self._ends = ends
+
+    def is_completed(self) -> bool:
+        return self._ends and self.waits > 2
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.is_completed():
+            assert timeout is not None
+            self.waits += 1
+            time.sleep(timeout.total_seconds())
+            raise RuntimeError("timed out")
+
+
+def test_a_collective_that_waits_for_a_rank_that_ended() -> None:
+    """gloo tells only the ranks that exchange something with that one directly."""
+    looked = []
+
+    def gone() -> list[int]:
+        looked.append(time.monotonic())
+        return [2] if len(looked) > 1 else []
+
+    with pytest.raises(ConnectionError, match="the connection to another rank was closed"):
+        wait_for(Endless(), None, gone)
+    assert len(looked) == 2
+
+
+def test_a_collective_that_ends_although_a_rank_has_ended() -> None:
+    """That rank did its part before."""
+    wait_for(Endless(ends=True), None, lambda: [2])

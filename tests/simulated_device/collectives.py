@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,7 @@ class SimulatedCollectives(dist.ProcessGroup):
         self._on_the_host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
         self._world_size = size
+        self._aborted = threading.Event()
         self._names: dict[str, str] = {}
 
     def _on_stream(self, tensors: Sequence[Tensor], call: Callable[[Any, _At], Any], kind: str) -> Any:
@@ -67,7 +69,10 @@ class SimulatedCollectives(dist.ProcessGroup):
             each.record_stream(stream)
 
         def run() -> None:
-            call(self._gloo, lambda tensor: memory[id(tensor)]).wait()
+            try:
+                call(self._gloo, lambda tensor: memory[id(tensor)]).wait()
+            except RuntimeError:
+                self._aborted.wait()  # a rank has ended: as with nccl, the stream stands still
 
         native().call_on_stream(device.index, stream.stream_id, run)
         return Work(stream.record_event(), device)
@@ -118,6 +123,10 @@ class SimulatedCollectives(dist.ProcessGroup):
         return self._on_stream(
             tensors, lambda gloo, at: gloo.recv([at(each) for each in tensors], source, tag), f"receive from {source}"
         )
+
+    def abort(self) -> None:
+        """Let streams that wait for a rank that has ended go on."""
+        self._aborted.set()
 
     def barrier(self, opts: Any = None) -> Any:
         return self._on_the_host.barrier(_c10d.BarrierOptions())

@@ -126,6 +126,19 @@ class WindowStatus:
         return True
 
 
+def as_words(flags: Sequence[bool]) -> list[int]:
+    """Return flags as the bits of numbers, so that they fit the message of a meeting."""
+    return [
+        sum(flag << bit for bit, flag in enumerate(flags[first : first + _MASK_BITS]))
+        for first in range(0, len(flags), _MASK_BITS)
+    ]
+
+
+def as_flags(words: Sequence[int], count: int) -> list[bool]:
+    """Return ``count`` flags from the numbers that :func:`as_words` made of them."""
+    return [bool(word >> bit & 1) for word in words for bit in range(_MASK_BITS)][:count]
+
+
 @dataclass(frozen=True)
 class Statement:
     """One rank's side of an agreement.
@@ -151,12 +164,12 @@ class Statement:
     layout: int = 0
     reduced: int = 0
 
-    def row(self) -> Tensor:
-        """Return the statement as a row of int64, equally long on all ranks with the same buckets and parameters."""
+    def numbers(self) -> list[int]:
+        """Return the statement as numbers, equally many on all ranks with the same buckets and parameters."""
         # Rounds beyond the mask count as summed, which is right for any round.
         mask = sum(1 << bit for bit, summed in enumerate(self.deferred[:_MASK_BITS]) if summed)
         head = [len(self.deferred), mask, self.failed, self.backwards, self.early, self.layout, self.reduced]
-        return torch.tensor([*head, *self.order, *self.used], dtype=torch.int64)
+        return [*map(int, head), *self.order, *as_words(self.used)]
 
 
 @dataclass(frozen=True)
@@ -204,15 +217,15 @@ class Agreement:
             )
 
 
-def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
-    """Exchange the statements of all ranks, and return their agreement. Raises RankError if they laid out different
-    parameters."""
-    rows = gather_rows(statement.row()).tolist()
+def agreement_of(numbers: Tensor, statement: Statement) -> Agreement:
+    """Return what the ranks agree on, from the ``numbers`` of their statements, int64 ``[world_size, n]``; this rank's
+    is ``statement``. Raises RankError if they laid out different parameters."""
+    rows = numbers.tolist()
     if any(row[5] != rows[0][5] for row in rows):
         raise RankError("the ranks train different parameters; freeze and thaw the same ones on every rank")
     mask = functools.reduce(operator.or_, (row[1] for row in rows))
     first_used = _HEAD + len(statement.order)
-    used_by_rank = [[bool(bit) for bit in row[first_used:]] for row in rows]
+    used_by_rank = [as_flags(row[first_used:], len(statement.used)) for row in rows]
     return Agreement(
         deferred=[bit >= _MASK_BITS or bool(mask >> bit & 1) for bit in range(max(row[0] for row in rows))],
         failed=[rank for rank, row in enumerate(rows) if row[2]],

@@ -23,7 +23,9 @@ from longshore.accelerator import make_current
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action
 from longshore.sharding.data_plane import DataPlane, all_gather_single
-from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, explain_difference
+from longshore.sharding.device_collectives import DeviceCollectives
+from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, different_parameters, explain_difference
+from longshore.sharding.presence import Presence, words
 from longshore.sharding.twin_groups import Twins
 from longshore.sharding.unfinished import let_go, wait_for
 from longshore.tiles import Recorder, Worker, debugging
@@ -51,6 +53,7 @@ class CollectiveThread:
         device: device on which communicated tensors have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
         modules: names of the modules that are gathered, by number.
+        within: thread of a group that has all of these ranks, which knows which of them are still there.
 
     Attributes:
         gives_up: whether this rank gave up its window and the others may not know; the next meeting tells them.
@@ -58,18 +61,26 @@ class CollectiveThread:
         given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
             that.
         discards: how many windows this rank discarded; after a meeting for the same, as many as any rank did.
+        on_device: ends collectives of an accelerator that wait for a rank that has ended.
         notes: the note that each rank added in the last meeting, by rank.
         data: moves tensors, in jobs.
         uncounted: may be that of another thread, if the same ranks meet there.
     """
 
-    def __init__(self, groups: Twins, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        groups: Twins,
+        device: torch.device,
+        limit_bytes: int,
+        modules: Sequence[str] = (),
+        within: CollectiveThread | None = None,
+    ) -> None:
         # These are fixed.
         self._modules = modules
         self.rank: int = dist.get_rank(groups.control)
         self.world_size: int = dist.get_world_size(groups.control)
         self.groups: Twins | None = groups
-        self.data = DataPlane(groups.data, device, self.rows, self._communicating)
+        self.data = DataPlane(groups.data, device, self.rows, self._communicating, self._wait_for)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         begin = functools.partial(make_current, device)
@@ -98,6 +109,14 @@ class CollectiveThread:
         self._last_met = "when the engine was made"
         self._last_action = Action.STEP
         self.notes: list[Sequence[int]] = []
+        # This is made in meetings.
+        self._ranks = dist.get_process_group_ranks(groups.control)
+        self._presence: Presence | None = None if within is None else within._presence
+        self._owns_presence = within is None
+        if self._presence is None:
+            self._presence = Presence(self._ranks, self.rank, self.rows)
+        self.on_device = DeviceCollectives(self._presence) if within is None else within.on_device
+        self.data.began = functools.partial(self.on_device.began, ranks=self._ranks)
 
     # -- jobs, from any thread ------------------------------------------------
 
@@ -115,6 +134,7 @@ class CollectiveThread:
             if self._dead is not None:
                 raise self._dead
             job()
+            self.on_device.check()
 
         self._worker.submit(guarded, waiting_bytes, awaited)
 
@@ -155,13 +175,21 @@ class CollectiveThread:
     def _communicating(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as failure:
+        except (RuntimeError, ConnectionError) as failure:
             # torch.distributed raises this when a peer is gone or late. A traceback into torch would not help users.
+            gone = self._gone(_PATIENCE_S)
             self._dead = RankError(
-                f"rank {self.rank}: a collective failed ({_essence(failure)}), so another rank has probably ended; "
-                "look at the first error of any rank, and start again from a checkpoint"
+                f"rank {self.rank}: a collective failed ({_essence(failure)}), so {words(gone)}; look at the "
+                "first error of any rank, and start again from a checkpoint"
             )
             raise self._dead from failure.with_traceback(None)
+
+    def _gone(self, patience_s: float = 0.0) -> Sequence[int]:
+        return () if self._presence is None else self._presence.gone_within(patience_s, self._ranks)
+
+    def _wait_for(self, work: Any) -> None:
+        with self._communicating():
+            wait_for(work, None, self._gone)
 
     def give_up(self) -> None:
         """Note that this rank gave up a window, which it will count in :attr:`discards`: see :attr:`gives_up`."""
@@ -172,6 +200,9 @@ class CollectiveThread:
         if self._dead is None:
             self._worker.close()
         self.data.close()
+        if self._owns_presence and self._presence is not None:
+            self.on_device.close()
+            self._presence.close()
         if self.groups is not None and dist.is_initialized():
             for group in set(self.groups):
                 dist.destroy_process_group(group)
@@ -223,7 +254,7 @@ class CollectiveThread:
             self._meeting = meeting
             try:
                 with self._communicating():
-                    wait_for(meeting.work, self._closing if action is Action.LEAVE else None)
+                    wait_for(meeting.work, self._closing if action is Action.LEAVE else None, self._gone)
                 meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
                 if action is Action.LEAVE and self._closing.is_set():
                     return True
@@ -291,6 +322,22 @@ class CollectiveThread:
 
         self.submit(job, awaited=False)
 
+    def tell(self, action: Action, number: int, window: int, numbers: Sequence[int]) -> Tensor | None:
+        """Meet as in :meth:`meet`, and tell the other ranks these ``numbers``, as many as each of them tells.
+
+        Returns every rank's numbers, int64 ``[world_size, len(numbers)]``; None where ``meet()`` is False.
+        """
+        fits = len(numbers) < NOTE_NUMEL
+        note = [len(numbers), *numbers] if fits else [len(numbers)]
+        if not self.meet(action, number, window, note):
+            return None
+        counts, notes = {note[0] for note in self.notes}, [note[1:] for note in self.notes]
+        if len(counts) > 1:
+            raise different_parameters(action.words)
+        if fits:
+            return torch.tensor(notes)[:, : len(numbers)]
+        return self._gathered(torch.tensor(numbers)).view(self.world_size, -1)
+
     # -- collectives, from jobs -----------------------------------------------
 
     def rows(self, row: Tensor, during: Action | None = None) -> Tensor:
@@ -308,11 +355,13 @@ class CollectiveThread:
         if fits:
             found = torch.tensor(self.notes, dtype=torch.int64).view(torch.uint8)[:, : said.numel()]
         else:
-            gathered, work = self._gather_rows(said)
-            with self._communicating():
-                wait_for(work)
-            found = gathered
+            found = self._gathered(said)
         return found.reshape(-1).view(row.dtype).view(self.world_size, *row.shape)
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        rows, work = self._gather_rows(row)
+        self._wait_for(work)
+        return rows
 
     def _gather_rows(self, row: Tensor) -> tuple[Tensor, Any]:
         rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.unfinished import wait_for
 
 
-class Outgoing(NamedTuple):
+@dataclass(eq=False)
+class Outgoing:
     """Memory to send: ``memory`` is flat uint8, and may be this rank's row of ``everyone``, which is in a shared
-    ``block``."""
+    ``block``.
+
+    Attributes:
+        shared: whether all ranks can read ``everyone``; None: they have not met since it was written.
+    """
 
     memory: Tensor
     block: SharedBlock | None = None
     everyone: Tensor | None = None
+    shared: bool | None = None
 
 
 class DataPlane:
@@ -34,6 +40,7 @@ class DataPlane:
         device: device of all tensors.
         rows: see :meth:`CollectiveThread.rows`.
         communicating: context in which errors of torch.distributed become a :class:`RankError`.
+        wait_for: waits for a collective on the CPU; raises RankError.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class DataPlane:
         device: torch.device,
         rows: Callable[[Tensor], Tensor],
         communicating: Callable[[], AbstractContextManager[None]],
+        wait_for: Callable[[Any], None],
     ) -> None:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
@@ -50,8 +58,9 @@ class DataPlane:
         self._rows = rows
         self._communicating = communicating
         self._peers = dist.get_process_group_ranks(group)
-        # Without a wait of the host, the current stream of an accelerator waits.
-        self._wait: Callable[[Any], None] = wait_for if device.type == "cpu" else lambda work: work.wait()
+        self._wait_for = wait_for
+        self.began: Callable[[Any, Any, torch.device], None] = lambda group, work, device: None
+        """Called with each collective of an accelerator: the group, the handle and the device."""
         # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
@@ -67,12 +76,31 @@ class DataPlane:
                 return Outgoing(everyone[self.rank], block, everyone)
         return Outgoing(self._buffer("send", num_bytes))
 
+    def _wait(self, work: Any) -> None:
+        if self.device.type == "cpu":
+            self._wait_for(work)
+        else:
+            work.wait()  # the current stream does, not the host
+            self.began(self._group, work, self.device)
+
     def _buffer(self, name: str, num_bytes: int) -> Tensor:
         """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""
         found = self._buffers.get(name)
         if found is None or found.numel() < num_bytes:
             found = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return found[:num_bytes]
+
+    def tell(self, outgoing: Outgoing, numbers: Sequence[int]) -> Tensor:
+        """Say that ``outgoing`` is written and will be sent next, and tell all ranks these numbers, as many as each of
+        them tells: one meeting for both. Returns every rank's numbers: int64 ``[world_size, len(numbers)]``."""
+        shared = self._shared
+        if shared is None or not shared.works:
+            outgoing.shared = False
+            own = torch.tensor(numbers, dtype=torch.int64)
+            return self._rows(own) if numbers else own.expand(self.world_size, 0)
+        said = self._rows(torch.tensor([*numbers, *shared.come(outgoing.block)]))
+        outgoing.shared = shared.met(said[:, len(numbers) :].tolist())
+        return said[:, : len(numbers)]
 
     def exchange(self, outgoing: Outgoing) -> list[Tensor]:
         """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
@@ -104,10 +132,9 @@ class DataPlane:
 
     def _read(self, outgoing: Outgoing) -> Tensor | None:
         """Return what rank ``k`` wrote as row ``k``, once all have; None if the ranks share no memory now."""
-        if self._shared is None or not self._shared.works:
-            return None
-        said = self._rows(torch.tensor(self._shared.come(outgoing.block))).tolist()
-        return outgoing.everyone if self._shared.met(said) else None
+        if outgoing.shared is None:
+            self.tell(outgoing, ())
+        return outgoing.everyone if outgoing.shared else None
 
     def complete(self, rows: Tensor) -> None:
         """Receive row ``k`` of ``rows``, on the CPU, from rank ``k``; this rank's own row is already there."""

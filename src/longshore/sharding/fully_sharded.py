@@ -57,8 +57,8 @@ class FullySharded(Ownership):
             # this group.
             assert collectives.groups is not None
             groups = twins_of(collectives.groups.data, device, ranks=self._data_ranks)
-            self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1)
-        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.window)
+            self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1, within=collectives)
+        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.window, collectives)
         self._gathers_with_all = model.grid.shards == collectives.world_size
         if self._gathers_with_all:
             # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
@@ -204,16 +204,25 @@ class GatherMeetings:
         device: device of the parameters.
         names: names of the modules, by number.
         window: status of this rank's window.
+        within: collectives over all ranks of the engine.
 
     Attributes:
         shared: memory for gathered parameters.
         uncounted: as in :class:`CollectiveThread`.
     """
 
-    def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        names: Sequence[str],
+        window: WindowStatus,
+        within: CollectiveThread | None = None,
+    ) -> None:
         # Meetings go over gloo: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
-        self._collectives = CollectiveThread(Twins(twin, twin), torch.device("cpu"), limit_bytes=1, modules=names)
+        twins = Twins(twin, twin)
+        self._collectives = CollectiveThread(twins, torch.device("cpu"), limit_bytes=1, modules=names, within=within)
         self.uncounted = self._collectives.uncounted
         self._window = window
         self._underway: GatherWork | None = None
@@ -263,6 +272,10 @@ class GatherMeetings:
 
         self._underway = GatherWork(finish, lambda: self._window.number == window)
         return self._underway
+
+    def began(self, group: Any, work: Any, device: torch.device) -> None:
+        """Note that an accelerator gathers what this thread goes on with."""
+        self._collectives.on_device.began(group, work, device, dist.get_process_group_ranks(group), raises=True)
 
     def _finish_underway(self) -> None:
         if self._underway is None:
@@ -358,7 +371,13 @@ class ModuleGather(DefaultAllGather):
     ) -> dist.Work | None:
         if output_tensor.device.type != "cpu":
             self._meetings.gather(self._number, None, None).wait()
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            work = super().__call__(output_tensor, input_tensor, group, async_op=True)
+            assert work is not None
+            self._meetings.began(group, work, output_tensor.device)
+            if async_op:
+                return work
+            work.wait()  # the current stream does
+            return None
         own = output_tensor.view(group.size(), -1)[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)

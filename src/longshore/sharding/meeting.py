@@ -9,7 +9,7 @@ from typing import Any
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import ADVICE, REFUSED, Action
 
-NOTE_NUMEL = 8
+NOTE_NUMEL = 24
 """Count of the numbers that every message of a meeting has room for."""
 
 
@@ -83,6 +83,11 @@ class Meeting:
     told: bool = False
 
 
+def different_parameters(said: str) -> RankError:
+    """Return the error for ranks that all do what is ``said``."""
+    return RankError(f"all ranks are {said}, but of different parameters; {ADVICE}")
+
+
 def explain_difference(rows: Sequence[Row], rank: int, modules: Sequence[str]) -> None:
     """Raise an error since the ranks met for different things; return if ``rank`` refused the step itself."""
     if any(row.action is not Action.COMMIT for row in rows):
@@ -90,7 +95,7 @@ def explain_difference(rows: Sequence[Row], rank: int, modules: Sequence[str]) -
         if len(set(said)) == 1:
             said = [row.words(modules, window=True) for row in rows]
         if len(set(said)) == 1:
-            raise RankError(f"all ranks are {said[0]}, but of different parameters; {ADVICE}")
+            raise different_parameters(said[0])
         told = ", ".join(f"rank {other} is {each}" for other, each in enumerate(said))
         raise RankError(f"the ranks do different things: {told}; {ADVICE}")
     refusing = [other for other, row in enumerate(rows) if row.number == REFUSED]

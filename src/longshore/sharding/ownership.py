@@ -12,7 +12,7 @@ from torch import Tensor
 from longshore.kernels import HostRule, Scale
 from longshore.layout import DimRange
 from longshore.optim.shards import flat, held_part
-from longshore.sharding.agreement import Action, WindowStatus
+from longshore.sharding.agreement import Action, WindowStatus, as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
 from longshore.tiles import Forecast
@@ -286,18 +286,19 @@ class Replicated(Ownership):
     def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
         values = {owned.index: tensor for owned, tensor in reduced}
         own = bucket.ranges[self.collectives.rank]
-        flags = torch.zeros(max(map(len, bucket.ranges)), dtype=torch.uint8)
-        flags[: len(own)] = torch.tensor([owned.index in values for owned in own], dtype=torch.uint8)
-        used = self.collectives.rows(flags).bool()
+        most = max(map(len, bucket.ranges))
+        has = [owned.index in values for owned in own]
         outgoing = self.collectives.data.outgoing(4 * bucket.shard_numel)
         shard = outgoing.memory.view(torch.float32)
         for owned, tensor in reduced:
             shard[owned.shard_offset : owned.shard_offset + owned.numel] = tensor
+        said = self.collectives.data.tell(outgoing, as_words([*has, *[False] * (most - len(has))]))
+        used = [as_flags(row, most) for row in said.tolist()]
         # The gradients have to stay until the step, and the next collectives overwrite this memory.
         shards = [received.view(torch.float32).clone() for received in self.collectives.data.gather(outgoing)]
         for rank, ranges in enumerate(bucket.ranges):
             for position, owned in enumerate(ranges):
-                if used[rank, position]:
+                if used[rank][position]:
                     yield owned, shards[rank][owned.shard_offset : owned.shard_offset + owned.numel]
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:

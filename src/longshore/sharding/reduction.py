@@ -7,8 +7,8 @@ gradients' dtype, and gives the bits of one in float32, the same in every run.
 A bucket is sent in slices; a slice is the same range of every rank's shard. So the buffers are small, stay allocated
 and, on the CPU, stay in the cache; and a gradient is freed as soon as its last slice is packed.
 
-Before, each rank says for which parameters it has gradients. So a range for which no rank has a gradient is not an
-arrival, and zeros of ranks without a gradient are not added.
+With the first slice each rank says for which parameters it has gradients. So a range for which no rank has a gradient
+is not an arrival, and zeros of ranks without a gradient are not added.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longshore.sharding.agreement import as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
@@ -82,11 +83,8 @@ def reduce_shard(
     """
     data, world_size = collectives.data, collectives.world_size
     slice_numel = SLICE_NUMEL if data.device.type == "cpu" else DEVICE_SLICE_NUMEL
-    has = [member.parameter in gradients for member in bucket.members]
-    flags = collectives.rows(torch.tensor(has, dtype=torch.uint8)).bool().tolist()
-    has_by_rank = [{each.parameter for each, flag in zip(bucket.members, row, strict=True) if flag} for row in flags]
-    if not any(has_by_rank):
-        return []
+    has = as_words([member.parameter in gradients for member in bucket.members])
+    has_by_rank: list[set[int]] = []
     # The last offset in a shard, over all ranks, at which each parameter ends; 0 if none of these ranks has a range of
     # it, as may happen with tensor parallelism.
     last = {member.parameter: 0 for member in bucket.members}
@@ -100,6 +98,12 @@ def reduce_shard(
             _pack(part, entries, gradients, 1.0 / predivide)
         for parameter in [parameter for parameter in gradients if last[parameter] <= start + numel]:
             read(gradients.pop(parameter))
+        if not has_by_rank:
+            for row in data.tell(outgoing, has).tolist():
+                flags = as_flags(row, len(bucket.members))
+                has_by_rank.append({each.parameter for each, flag in zip(bucket.members, flags, strict=True) if flag})
+        if not any(has_by_rank):
+            break
         received = [part.view(dtype) for part in data.exchange(outgoing)]
         for entry in by_rank[collectives.rank]:
             parameter = entry.owned.parameter

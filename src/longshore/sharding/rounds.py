@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.sharding.agreement import Action, Statement, agree_on
+from longshore.sharding.agreement import Action, Statement, agreement_of
 from longshore.sharding.layout import Bucket
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import ReductionSettings, reduce_shard
@@ -194,10 +194,10 @@ class LocalGradients:
         window, layout = self._window.number, self._ownership.layout
 
         def meet() -> None:
-            self._collectives.meet(Action.BACKWARD, current.number, window)
             said = Statement([bool(some.summed) for some in pending], layout=layout)
-            summed = agree_on(self._collectives.rows, said).deferred
-            self.reduce_pending(pending, summed, buckets, ready)
+            rows = self._collectives.tell(Action.BACKWARD, current.number, window, said.numbers())
+            assert rows is not None
+            self.reduce_pending(pending, agreement_of(rows, said).deferred, buckets, ready)
 
         self._open(current, meet)
 
@@ -227,10 +227,12 @@ class LocalGradients:
             window, layout = self._window.number, self._ownership.layout  # read now, as in _begin_round()
 
         def meet() -> None:
-            if self._collectives.meet(Action.CLOSE, closing.number, window):
-                closing.sums = any(agree_on(self._collectives.rows, Statement([sums], layout=layout)).deferred)
-            else:
+            said = Statement([sums], layout=layout)
+            rows = self._collectives.tell(Action.CLOSE, closing.number, window, said.numbers())
+            if rows is None:
                 closing.failed = True  # another rank is at its step already, and this one soon will be
+            else:
+                closing.sums = any(agreement_of(rows, said).deferred)
 
         self._open(closing, meet)
 

@@ -14,7 +14,7 @@ from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import Scale
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
+from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
 from longshore.sharding.ownership import OwnedForecast, Ownership
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
@@ -152,11 +152,12 @@ class ShardedStore(ParameterStore):
         ready, layout, reduced = self.transfer.mark(), self.ownership.layout, window.rounds + window.settled
 
         def settle() -> list[int]:
-            self.collectives.meet(Action.STEP, 0, window.number)
             early = closing is not None and closing.reduced_all_of(kept)
             sums, failed = [bool(some.summed) for some in kept], failure is not None
             said = Statement(sums, failed, backwards, order, used, early, layout, reduced)
-            agreed = agree_on(self.collectives.rows, said)
+            rows = self.collectives.tell(Action.STEP, 0, window.number, said.numbers())
+            assert rows is not None
+            agreed = agreement_of(rows, said)
             agreed.check(self.collectives.rank, failure, GradientError)
             agreed.check_reduced()
             self.ownership.check_used(parameters, agreed.used_by_rank)
@@ -226,7 +227,8 @@ class ShardedStore(ParameterStore):
         ready = self.transfer.mark()
 
         def publish() -> None:
-            agreed = agree_on(self.collectives.rows, Statement(failed=failure is not None))
+            said = Statement(failed=failure is not None)
+            agreed = agreement_of(self.collectives.rows(torch.tensor(said.numbers())), said)
             agreed.check(self.collectives.rank, failure, BrokenStateError)
             with self.transfer.aside(ready):
                 for bucket in self.ownership.buckets:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,27 +14,37 @@ from longshore.tiles.worker import exiting
 
 _SLICE = timedelta(milliseconds=200)
 _POLL_S = 0.001
+_GRACE_S = 1.0
 _LEFT: list[tuple[Any, Any]] = []
 """Groups, with the tensors that they use, each with its last collective."""
 _LOCK = threading.Lock()
 
 
-def wait_for(work: Any, unless: threading.Event | None = None) -> None:
+def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[], Sequence[int]] = tuple) -> None:
     """Wait for a collective of gloo, for as long as the group's own timeout allows; raise its error. Once ``unless`` is
     set, do not wait for it.
+
+    ``gone`` returns the ranks that have ended. A collective that is not done a little later never will be: gloo does
+    not tell the ranks that exchange nothing with those directly.
 
     A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
     it comes back now and then, and once the process is about to end, it waits in Python.
     """
+    until = math.inf
     while not (exiting.is_set() or work.is_completed()):
         if unless is not None and unless.is_set():
             return
+        if time.monotonic() > until:
+            let_go((), work)
+            raise ConnectionError("the connection to another rank was closed")
         try:
             work.wait(_SLICE)
             return
         except RuntimeError:
             if work.is_completed():
                 break  # this raises its own error below
+            if until == math.inf and gone():
+                until = time.monotonic() + _GRACE_S
     while not work.is_completed():
         time.sleep(_POLL_S)
     work.wait()

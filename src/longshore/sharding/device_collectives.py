@@ -1,0 +1,133 @@
+"""Collectives of an accelerator under way: they are ended where another rank has ended, since they never would."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longshore.errors import RankError
+from longshore.sharding.presence import Presence, words
+
+_LOOK_S = 0.25
+_GRACE_S = 2.0
+"""How long a collective may still go on when another rank has ended, which may have done its part before."""
+
+_LOGGER = logging.getLogger("longshore")
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """The latest collective of a group.
+
+    Attributes:
+        work: its handle.
+        device: of its tensors.
+        ranks: those of the group, by their numbers in the default process group.
+        thread: a thread that goes on with its result, without another meeting in between; None: there is no such
+            thread.
+        hopeless_since: when a rank was first seen to have ended.
+    """
+
+    work: Any
+    device: torch.device
+    ranks: Sequence[int]
+    thread: int | None
+    hopeless_since: float | None = None
+
+
+class DeviceCollectives:
+    """Ends collectives that wait for a rank that has ended.
+
+    The host does not wait for a device's collective, but for whatever comes after it on the device, where it cannot be
+    told of anything. So a thread looks after them.
+
+    Attributes:
+        gone: the ranks for which collectives were ended, in words; what these should have brought is not valid.
+    """
+
+    def __init__(self, presence: Presence) -> None:
+        self.gone = ""
+        self._presence = presence
+        self._under_way: dict[Any, _UnderWay] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def began(self, group: Any, work: Any, device: torch.device, ranks: Sequence[int], raises: bool = False) -> None:
+        """Note a collective of ``group``, which has these ``ranks``. ``raises``: whether the current thread goes on
+        with its result without another meeting, so that it gets a RankError if the collective is ended."""
+        self.check()
+        self._under_way[group] = _UnderWay(work, device, ranks, threading.get_ident() if raises else None)
+        if self._thread is None:
+            arguments = (weakref.ref(self), self._closing)
+            self._thread = threading.Thread(target=_look, args=arguments, name="longshore-watch", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raise RankError if a collective was ended."""
+        if self.gone:
+            raise RankError(
+                f"{self.gone} while a collective was under way; look at the first error of any rank, and start again "
+                "from a checkpoint"
+            )
+
+    def end_the_hopeless(self) -> None:
+        """End each collective that waits for a rank that has ended."""
+        for group, each in list(self._under_way.items()):
+            if each.work.is_completed():
+                continue
+            gone = self._presence.gone(each.ranks)
+            each.hopeless_since = (each.hopeless_since or time.monotonic()) if gone else None
+            if each.hopeless_since is None or time.monotonic() - each.hopeless_since < _GRACE_S:
+                continue
+            self.gone = words(gone)
+            del self._under_way[group]
+            _abort(group, each.device)
+            if each.thread is not None:
+                try:
+                    self.check()
+                except RankError as error:
+                    _raise_in(each.thread, error)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._under_way.clear()  # references keep sockets open
+
+
+def _look(collectives: weakref.ref[DeviceCollectives], closing: threading.Event) -> None:
+    while not closing.wait(_LOOK_S):
+        found = collectives()
+        if found is None:
+            return
+        found.end_the_hopeless()
+        del found
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """End the collectives of ``group`` that are under way on ``device``."""
+    aborting: Any = group
+    with contextlib.suppress(RuntimeError):
+        aborting = group._get_backend(device)
+    try:
+        aborting.abort()
+    except (AttributeError, RuntimeError) as error:
+        _LOGGER.error(f"a collective on {device} waits for a rank that has ended, and cannot be ended itself: {error}")
+
+
+def _raise_in(thread: int, error: RankError) -> None:
+    """Raise an error in another thread, as soon as it is in Python."""
+
+    def init(self: RankError) -> None:
+        RankError.__init__(self, *error.args)
+
+    # The interpreter takes a class, and makes the exception itself.
+    kind = type("RankError", (RankError,), {"__init__": init, "__module__": RankError.__module__})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
