@@ -51,11 +51,11 @@ test-full: $(SETUP)
 test-chaos: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
 
-test-mutants: $(SETUP)
+test-mutants: $(SETUP) $(SIMULATED)
 	PYTHONPATH=tests $(BIN)/python -m mutants
 
 # What fits two minutes, another sample for each commit.
-test-mutants-sample: $(SETUP)
+test-mutants-sample: $(SETUP) $(SIMULATED)
 	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 1 --seed $$(git rev-parse HEAD)
 
 # Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), and for as many

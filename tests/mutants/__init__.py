@@ -2,6 +2,7 @@
 
 from mutants import (
     checkpoint,
+    device,
     export,
     former,
     fully_sharded,
@@ -21,6 +22,7 @@ MUTANTS = [
     *host.MUTANTS,
     *speculation.MUTANTS,
     *transfer.MUTANTS,
+    *device.MUTANTS,
     *writes.MUTANTS,
     *sharding.MUTANTS,
     *fully_sharded.MUTANTS,

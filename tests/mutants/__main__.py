@@ -34,7 +34,7 @@ AT_ONCE = 2
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others (nothing collected, a usage error) say nothing about a mutant."""
 _ENDS = {FAILED: "caught", None: "caught, hangs", PASSED: "SURVIVED"}
-COPIED = ("src", "tests", "examples", "pyproject.toml", "README.md", "docs")
+COPIED = ("src", "tests", "examples", "pyproject.toml", "constraints.txt", "README.md", "docs")
 LONGEST_UNCHANGED_S = 600.0
 _COMPILED = shutil.ignore_patterns("__pycache__")
 
@@ -70,6 +70,9 @@ def copied_tree():
                 shutil.copy(ROOT / name, tree / name)
         shutil.copy(native.__file__, tree / "src/longshore/kernels")
         (tree / "src/sitecustomize.py").write_text(FROM_THE_COPY)
+        if (ROOT / "build/simulated_device").exists():
+            (tree / "build").mkdir()
+            (tree / "build/simulated_device").symlink_to(ROOT / "build/simulated_device")
         yield tree
 
 
@@ -83,7 +86,7 @@ def imported_from(tree: Path) -> Path:
     return Path(done.stdout.strip())
 
 
-def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> Outcome:
+def run_tests(tree: Path, tests: Sequence[str], on_device: bool, limit_s: float) -> Outcome:
     """The tests, in the tree, until the first one fails."""
     command = [
         sys.executable,
@@ -96,6 +99,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> Outcome:
         "not slow",
         "-p",
         "no:cacheprovider",
+        *(["--simulated-device"] if on_device else []),
         *tests,
     ]
     began = time.monotonic()
@@ -118,12 +122,12 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> Outcome:
     return Outcome(code, time.monotonic() - began, first)
 
 
-def run_unchanged(tests: Sequence[str]) -> Outcome:
+def run_unchanged(tests: Sequence[str], on_device: bool) -> Outcome:
     with copied_tree() as tree:
         found = imported_from(tree)
         if tree.resolve() not in found.resolve().parents:
             raise SystemExit(f"the tests of a copy have to import its package, but longshore came from {found}")
-        outcome = run_tests(tree, tests, LONGEST_UNCHANGED_S)
+        outcome = run_tests(tree, tests, on_device, LONGEST_UNCHANGED_S)
     if outcome.code != PASSED:
         raise SystemExit(f"{' '.join(tests)} has to pass before anything is changed: {outcome.first or outcome.code}")
     return outcome
@@ -133,7 +137,7 @@ def run_mutant(mutant: Mutant, unchanged_s: float) -> Outcome:
     with copied_tree() as tree:
         file = tree / "src/longshore" / mutant.file
         file.write_text(mutant.applied_to(file.read_text()))
-        return run_tests(tree, mutant.tests, 30.0 + 3.0 * unchanged_s)
+        return run_tests(tree, mutant.tests, mutant.on_device, 30.0 + 3.0 * unchanged_s)
 
 
 class Player:
@@ -141,7 +145,7 @@ class Player:
 
     def __init__(self, minutes: float) -> None:
         self._deadline = time.monotonic() + 60.0 * minutes
-        self._unchanged: dict[tuple[str, ...], Future[Outcome]] = {}
+        self._unchanged: dict[tuple[tuple[str, ...], bool], Future[Outcome]] = {}
         self._lock = threading.Lock()
 
     def play(self, mutant: Mutant) -> Outcome | None:
@@ -149,11 +153,12 @@ class Player:
         if time.monotonic() > self._deadline:
             return None
         with self._lock:
-            mine = mutant.tests not in self._unchanged
-            unchanged = self._unchanged.setdefault(mutant.tests, Future())
+            selection = mutant.tests, mutant.on_device
+            mine = selection not in self._unchanged
+            unchanged = self._unchanged.setdefault(selection, Future())
         if mine:
             try:
-                unchanged.set_result(run_unchanged(mutant.tests))
+                unchanged.set_result(run_unchanged(*selection))
             except BaseException as error:
                 unchanged.set_exception(error)
         return run_mutant(mutant, unchanged.result().seconds)

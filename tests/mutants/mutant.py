@@ -63,6 +63,7 @@ class Mutant:
         source: text that occurs once in the file.
         replacement: what stands there in the mutant.
         tests: what has to catch it: files or node ids, the quickest first.
+        on_device: whether they run on the simulated accelerator.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Mutant:
     source: str
     replacement: str
     tests: tuple[str, ...]
+    on_device: bool = False
 
     def applied_to(self, text: str) -> str:
         """The file's text, mutated.
@@ -94,7 +96,8 @@ def what_does_not_apply(mutants: Iterable[Mutant]) -> list[str]:
 def _what_is_wrong(mutant: Mutant) -> str:
     for test in mutant.tests:
         file, _, name = test.partition("::")
-        if not (ROOT / file).exists() or f"def {name.rpartition('::')[2]}" not in (ROOT / file).read_text():
+        function = name.rpartition("::")[2].partition("[")[0]
+        if not (ROOT / file).exists() or f"def {function}" not in (ROOT / file).read_text():
             return f"there is no {test}"
     path = ROOT / "src" / "longshore" / mutant.file
     if not path.exists():

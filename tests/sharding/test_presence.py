@@ -36,7 +36,8 @@ class Meetings:
 
 def connected(make: Callable[[int, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None) -> list[Any]:
     """The presences of all ranks; ``make`` makes one."""
-    meetings, made = Meetings(len(RANKS)), [None] * len(RANKS)
+    meetings = Meetings(len(RANKS))
+    made: list[Any] = [None] * len(RANKS)
 
     def run(place: int) -> None:
         def rows(row: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,8 @@ def test_a_forked_process_does_not_stand_for_the_rank() -> None:
 
 def test_a_stranger_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the address, and not the key."""
-    accept, strangers = Presence._accept, []
+    accept = Presence._accept
+    strangers: list[socket.socket] = []
 
     def accept_late(self: Presence, listener: socket.socket, *args: Any) -> None:
         if args[0]:

@@ -1,0 +1,156 @@
+"""Mutants of the device path: each wait, mark and kept reference of it taken away. Their tests run on the simulated
+accelerator."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+FILE = "transfer/device.py"
+TRANSFER = "tests/transfer/test_device.py"
+OPTIM = "tests/optim/test_device.py"
+CHECKPOINT = "tests/checkpoint/test_device.py"
+ENGINE = "tests/engine/test_on_device.py"
+KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
+TWO_RANKS = f"{ENGINE}::test_two_ranks"
+
+
+def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FILE) -> Mutant:
+    return Mutant(name, file, original, changed, tests, on_device=True)
+
+
+MUTANTS = [
+    _mutant(
+        "a copy to the host does not wait for its mark",
+        "            if ready is not None:\n                self.stream.wait_event(ready)\n",
+        "",
+        TRANSFER,
+    ),
+    _mutant(
+        "a copy to the host does not wait for what still reads its slot",
+        "            if isinstance(after, DeviceCopy):\n                self.stream.wait_event(after.event)\n",
+        "",
+        TRANSFER,
+    ),
+    _mutant(
+        "a copy does not keep its source",
+        "        return DeviceCopy(source, target, event)\n",
+        "        return DeviceCopy(target, target, event)\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "a copy is done before it has run",
+        "if self._source is not None and self.event.query():",
+        "if self._source is not None:",
+        TRANSFER,
+    ),
+    _mutant("the host does not wait for a copy", "        self.event.synchronize()\n", "        pass\n", TRANSFER),
+    _mutant(
+        "a copy runs on the current stream",
+        "        with current_stream_is(self.stream), torch.no_grad():\n",
+        "        with torch.no_grad():\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "a copy blocks the host",
+        "target.copy_(source, non_blocking=True)",
+        "target.copy_(source)",
+        TRANSFER,
+    ),
+    _mutant(
+        "a mark is one of another stream",
+        "return torch.accelerator.current_stream(self.device).record_event()",
+        "return self._beside.record_event()",
+        TRANSFER,
+    ),
+    _mutant(
+        "work aside does not wait for its mark",
+        "            self._beside.wait_event(ready)\n",
+        "",
+        TRANSFER,
+    ),
+    _mutant(
+        "work aside runs on the current stream",
+        "        with current_stream_is(self._beside):\n            self._beside.wait_event(ready)\n",
+        "        with contextlib.nullcontext():\n            self._beside.wait_event(ready)\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "work aside is not done at the end of its block",
+        "                self._beside.synchronize()\n",
+        "                pass\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "a gradient that is read aside is freed at once",
+        "        source.record_stream(self._beside)\n",
+        "        pass\n",
+        TWO_RANKS,
+    ),
+    _mutant(
+        "publishing does not wait for what still reads the parameters",
+        "        self.to_device.stream.wait_stream(torch.accelerator.current_stream(self.device))\n",
+        "        pass\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "later work does not wait for what is published",
+        "        torch.accelerator.current_stream(self.device).wait_stream(self.to_device.stream)\n",
+        "        pass\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "a read does not block",
+        "        return source.cpu()\n",
+        '        return source.to("cpu", non_blocking=True)\n',
+        TRANSFER,
+    ),
+    _mutant(
+        "jobs of the host worker are on device 0",
+        "        make_current(self.device)\n",
+        "        pass\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "a stream stays current",
+        "        torch.accelerator.set_stream(before)\n",
+        "        pass\n",
+        TRANSFER,
+        OPTIM,
+        file="accelerator.py",
+    ),
+    _mutant(
+        "collectives are called on device 0",
+        "begin = functools.partial(make_current, device)",
+        "begin = functools.partial(make_current, torch.device('cpu'))",
+        f"{ENGINE}::test_collectives_are_called_on_the_device_of_their_rank",
+        file="sharding/collective_thread.py",
+    ),
+    _mutant(
+        "a stream does not wait for a collective",
+        "            work.wait()  # the current stream does, not the host\n",
+        "",
+        TWO_RANKS,
+        file="sharding/data_plane.py",
+    ),
+    _mutant(
+        "a collective that waits for a rank that ended is not ended",
+        "            _abort(group, each.device)\n",
+        "",
+        f"{KILLED}[2-False]",
+        file="sharding/device_collectives.py",
+    ),
+    _mutant(
+        "what a collective that was ended should have brought is taken",
+        "            self.on_device.check()\n",
+        "",
+        f"{KILLED}[1-False]",
+        file="sharding/collective_thread.py",
+    ),
+    _mutant(
+        "a forward goes on with parameters that were not gathered",
+        "                    _raise_in(each.thread, error)\n",
+        "                    pass\n",
+        f"{KILLED}[3-True]",
+        file="sharding/device_collectives.py",
+    ),
+]
