@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from on_device import device_type
+from on_device import device_type, keep_busy
 from support import whole
 
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
+from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
 from longshore.sharding import sharded_store
@@ -184,6 +185,72 @@ def distance(name: str, stage: int, world_size: int) -> float:
         return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs if ours.numel()) / largest
     finally:
         engine.optimizer.close()
+
+
+class Late(torch.autograd.Function):
+    """Keeps the stream busy in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        keep_busy(40_000_000)
+        return gradients[0]
+
+
+class OnTwoStreams(torch.nn.Module):
+    """Two branches, the first on a stream of its own; the gradients of one of them are late."""
+
+    def __init__(self, device: torch.device, late: int) -> None:
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(16, 16, device=device) for _ in range(2))
+        self.late = late
+        self.beside: torch.Stream | None = None
+
+    def branch(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        y = self.branches[place](x)
+        return Late.apply(y) if place == self.late else y  # pyright: ignore
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.beside is None:
+            return (self.branch(0, x) + self.branch(1, x)).pow(2).mean()
+        current = torch.accelerator.current_stream()
+        self.beside.wait_stream(current)
+        with current_stream_is(self.beside):
+            first = self.branch(0, x)
+        x.record_stream(self.beside)
+        first.record_stream(current)
+        second = self.branch(1, x)
+        current.wait_stream(self.beside)
+        return (first + second).pow(2).mean()
+
+
+def weights_of_two_streams(stage: int, late: int) -> list[list[torch.Tensor]]:
+    """Weights after three steps: all on one stream, and on two."""
+    import torch.distributed as dist
+
+    device = _device("device", dist.get_rank())
+    found = []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        model = OnTwoStreams(device, late)
+        nodes = []
+        if beside:
+            model.beside = torch.Stream(device)
+            with current_stream_is(model.beside):  # gradients accumulate where these were made
+                nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in model.branches[0].parameters()]
+        config = longshore.Config(stage=stage, optimizer={"type": "AdamW", **OPTIONS})
+        engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
+        assert len(nodes) == 2 * beside  # kept until here: the engine has them now
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            engine.backward(engine(torch.randn(4, 16, generator=generator).to(device)))
+            engine.step()
+        found.append([parameter.detach().cpu() for parameter in model.parameters()])
+        engine.destroy()
+    return found
 
 
 def device_of_collectives(stage: int) -> int:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from on_device import runs_triton
 from ranks import RankFailure, Ranks
 
@@ -38,6 +39,14 @@ TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split
 def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2):
         assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_one_bucket_that_are_computed_on_two_streams(stage: int, late: int, two_devices: Ranks) -> None:
+    for one, two in two_devices(cases.weights_of_two_streams, stage, late):
+        for ours, theirs in zip(two, one, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("stage, gathers", [(0, False), (1, False), (2, False), (3, False), (3, True)])

@@ -58,20 +58,20 @@ MUTANTS = [
     ),
     _mutant(
         "a mark is one of another stream",
-        "return torch.accelerator.current_stream(self.device).record_event()",
+        "return self.stream().record_event()",
         "return self._beside.record_event()",
         TRANSFER,
     ),
     _mutant(
         "work aside does not wait for its mark",
-        "            self._beside.wait_event(ready)\n",
+        "            for each in ready:\n                self._beside.wait_event(each)\n",
         "",
         TRANSFER,
     ),
     _mutant(
         "work aside runs on the current stream",
-        "        with current_stream_is(self._beside):\n            self._beside.wait_event(ready)\n",
-        "        with contextlib.nullcontext():\n            self._beside.wait_event(ready)\n",
+        "        with current_stream_is(self._beside):\n            for each in ready:\n",
+        "        with contextlib.nullcontext():\n            for each in ready:\n",
         TRANSFER,
     ),
     _mutant(
@@ -81,6 +81,12 @@ MUTANTS = [
         TRANSFER,
     ),
     _mutant(
+        "a bucket waits for the last hook's stream alone",
+        "for each in {self.stream(), *streams}]",
+        "for each in {self.stream()}]",
+        f"{ENGINE}::test_gradients_of_one_bucket_that_are_computed_on_two_streams",
+    ),
+    _mutant(
         "a gradient that is read aside is freed at once",
         "        source.record_stream(self._beside)\n",
         "        pass\n",
@@ -88,13 +94,13 @@ MUTANTS = [
     ),
     _mutant(
         "publishing does not wait for what still reads the parameters",
-        "        self.to_device.stream.wait_stream(torch.accelerator.current_stream(self.device))\n",
+        "        self.to_device.stream.wait_stream(self.stream())\n",
         "        pass\n",
         TRANSFER,
     ),
     _mutant(
         "later work does not wait for what is published",
-        "        torch.accelerator.current_stream(self.device).wait_stream(self.to_device.stream)\n",
+        "        self.stream().wait_stream(self.to_device.stream)\n",
         "        pass\n",
         TRANSFER,
     ),

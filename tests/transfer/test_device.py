@@ -224,7 +224,8 @@ def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceT
     with stream:
         keep_busy(LONG)
         source.fill_(7.0)
-        ready = transfer.mark()
+        filled_on = transfer.stream()
+    ready = transfer.marks({filled_on})
 
     def work() -> None:
         with transfer.aside(ready):
@@ -233,7 +234,7 @@ def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceT
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert ready.query()
+    assert len(ready) == 2 and all(each.query() for each in ready)
     assert all_are(copy, 7.0)
     transfer.close()
 

@@ -169,6 +169,13 @@ class LocalGradients:
         self._unsynchronized = False
         """Whether the gradients of the backward under way stay on this rank and are added up."""
         self._completed: list[int] = []
+        self._streams: set[Any] = set()
+        """Streams of the device on which gradients arrived."""
+
+    def marks(self) -> Any:
+        """Return how far each stream is that had gradients in this window; see :meth:`Transfer.marks`."""
+        with self._lock:
+            return self._local.transfer.marks(self._streams)
 
     # -- backwards, from the caller's thread ----------------------------------
 
@@ -189,7 +196,7 @@ class LocalGradients:
             current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
             pending = self.take()[1]
         buckets = list(self._ownership.buckets)  # copied: step() may add some while the thread is still at this round
-        ready = self._local.transfer.mark()
+        ready = self.marks()
         # Read now: the one changes when another rank gives up, the other as the buckets do.
         window, layout = self._window.number, self._ownership.layout
 
@@ -251,7 +258,7 @@ class LocalGradients:
 
     def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         """Queue the reduction of one bucket of a round."""
-        ready = self._local.transfer.mark()
+        ready = self.marks()
         # Gradients that stay until the step free no memory here, so the hook need not wait for them.
         waiting_bytes = 0 if current.lends else sum(gradient.nbytes for gradient in gradients.values())
 
@@ -300,6 +307,7 @@ class LocalGradients:
         """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
+            self._streams.add(self._local.transfer.stream())
             bucket = self._ownership.bucket_of.get(parameter)
             if bucket is None:
                 return  # the parameter has no elements

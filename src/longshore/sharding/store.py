@@ -149,7 +149,7 @@ class ShardedStore(ParameterStore):
         closing, kept = self._gradients.take()
         parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
         backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
-        ready, layout, reduced = self.transfer.mark(), self.ownership.layout, window.rounds + window.settled
+        ready, layout, reduced = self._gradients.marks(), self.ownership.layout, window.rounds + window.settled
 
         def settle() -> list[int]:
             early = closing is not None and closing.reduced_all_of(kept)
@@ -224,7 +224,7 @@ class ShardedStore(ParameterStore):
             self.local.commit(own, scale)
         except BaseException as error:
             failure = error  # the others are told below
-        ready = self.transfer.mark()
+        ready = self.transfer.marks(())
 
         def publish() -> None:
             said = Statement(failed=failure is not None)

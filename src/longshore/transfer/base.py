@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -138,9 +139,18 @@ class Transfer(ABC):
     def read(self, source: Tensor) -> Tensor:
         """Return a host copy of a device tensor, or the tensor itself if nothing is staged; blocks."""
 
+    def stream(self) -> Any:
+        """Return the current stream, for :meth:`marks`."""
+        return None
+
+    def marks(self, streams: Iterable[Any]) -> Any:
+        """Return the current positions of these streams and of the current one; any thread may pass them to
+        :meth:`aside`."""
+        return None
+
     def aside(self, ready: Any) -> AbstractContextManager[None]:
-        """Run device work of the enclosed block on another stream than the current one, once ``ready`` is reached. The
-        work is done when the block ends, so this is for threads that wait anyway."""
+        """Run device work of the enclosed block on another stream than the current one, once all of ``ready`` (see
+        :meth:`marks`) are reached. The work is done when the block ends, so this is for threads that wait anyway."""
         return nullcontext()
 
     def read_aside(self, source: Tensor) -> None:

@@ -6,7 +6,7 @@ They use what ``torch.accelerator`` has for every type of device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,12 +66,19 @@ class _BesideCurrent(Transfer):
         make_current(self.device)
 
     def mark(self) -> Any:
-        return torch.accelerator.current_stream(self.device).record_event()
+        return self.stream().record_event()
+
+    def stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def marks(self, streams: Iterable[Any]) -> Any:
+        return [each.record_event() for each in {self.stream(), *streams}]
 
     @contextlib.contextmanager
     def aside(self, ready: Any) -> Iterator[None]:
         with current_stream_is(self._beside):
-            self._beside.wait_event(ready)
+            for each in ready:
+                self._beside.wait_event(each)
             try:
                 yield
             finally:
@@ -104,10 +111,10 @@ class DeviceTransfer(_BesideCurrent, StagedTransfer[DeviceCopyStream]):
         return allocate_pinned(num_bytes)
 
     def begin_publish(self) -> None:
-        self.to_device.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        self.to_device.stream.wait_stream(self.stream())
 
     def end_publish(self) -> None:
-        torch.accelerator.current_stream(self.device).wait_stream(self.to_device.stream)
+        self.stream().wait_stream(self.to_device.stream)
 
     def read(self, source: Tensor) -> Tensor:
         return source.cpu()
