@@ -10,6 +10,7 @@ TRANSFER = "tests/transfer/test_device.py"
 OPTIM = "tests/optim/test_device.py"
 CHECKPOINT = "tests/checkpoint/test_device.py"
 ENGINE = "tests/engine/test_on_device.py"
+COUNTED = "tests/simulated_device/test_counted.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -158,5 +159,32 @@ MUTANTS = [
         "                    pass\n",
         f"{KILLED}[3-True]",
         file="sharding/device_collectives.py",
+    ),
+    _mutant(
+        "the host waits for copies that are done",
+        "        if not self.done():\n            self.event.synchronize()\n",
+        "        if True:\n            self.event.synchronize()\n",
+        COUNTED,
+    ),
+    _mutant(
+        "the host waits for each copy of a tile",
+        "key=lambda each: each.order, reverse=True)",
+        "key=lambda each: each.order)",
+        COUNTED,
+        file="transfer/base.py",
+    ),
+    _mutant(
+        "clipping takes memory in proportion to the largest parameter",
+        "for part in values.split(_SUM_NUMEL)):",
+        "for part in [values]):",
+        COUNTED,
+        file="kernels/reference.py",
+    ),
+    _mutant(
+        "clipping waits for each parameter",
+        "            sums.append(torch.dot(scaled, scaled))\n",
+        "            sums.append(torch.tensor(torch.dot(scaled, scaled).item()))\n",
+        COUNTED,
+        file="kernels/reference.py",
     ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import MEMORY, SPECULATION, STEPPING, STORE, WORKER, Mutant
+from mutants.mutant import MEMORY, NORMS, SPECULATION, STEPPING, STORE, WORKER, Mutant
 
 REPEATED = "tests/optim/test_repeated.py"
 
@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a pass does not wait for its copies",
         "tiles/speculation.py",
-        "            copy.wait()\n",
-        "            pass\n",
+        "        wait_for_all(self._copies)",
+        "        wait_for_all([])",
         (STEPPING,),
     ),
     Mutant(
@@ -139,9 +139,23 @@ MUTANTS = [
     Mutant(
         "a step in place does not wait for its gradients",
         "tiles/backend.py",
-        "            step.segment.handle.wait()\n",
-        "            pass\n",
+        "    wait_for_all(step.segment.handle for step in steps if step.segment.handle is not None)\n",
+        "",
         (STORE,),
+    ),
+    Mutant(
+        "a norm does not wait for the gradients that it measures",
+        "tiles/backend.py",
+        "        wait_for_all(copies)\n",
+        "",
+        (STORE,),
+    ),
+    Mutant(
+        "a norm that is measured early does not wait for its gradients",
+        "tiles/early_norms.py",
+        "        wait_for_all(copy for one in due for copy in one.copies)\n",
+        "",
+        (NORMS,),
     ),
     Mutant(
         "a step in place that failed leaves the tile COMMITTING",

@@ -6,9 +6,9 @@ import torch
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout import plan_tiles
 from longshore.tiles import BackendSettings, TileStore
-from longshore.tiles.early_norms import EarlyNorms
+from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.tile import Tile, TileEvent
-from longshore.transfer import DirectTransfer
+from longshore.transfer import CopyHandle, DirectTransfer
 
 HALVED = Scale(0.5)
 NUMELS = {0: 30, 1: 70, 2: 20}
@@ -69,6 +69,26 @@ def test_a_norm_holds_at_its_scale_until_something_arrives(kernels: HostKernels)
     tile = window.tiles[0]
     tile.arrived(tile.segments[0])
     assert window.norms.known(UNSCALED).keys() == {index for index in NUMELS if index not in tile.segments}
+
+
+class LateCopy(CopyHandle):
+    """A copy whose bytes are there only when somebody has waited for it."""
+
+    def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        self.target = target
+        self._values = values
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.target.copy_(self._values)
+
+
+def test_measuring_waits_for_the_copies_of_gradients(kernels: HostKernels) -> None:
+    norms, values, copied = EarlyNorms(kernels, lambda index: []), torch.arange(4.0), torch.zeros(4)
+    norms.measure([Due(0, [], [copied], [LateCopy(copied, values)])], UNSCALED)
+    assert sum(norms.known(UNSCALED)[0]) == 14.0
 
 
 @pytest.mark.parametrize("known", [set(), {0}, {2, 4}, {0, 1, 2, 3, 4}])

@@ -232,6 +232,14 @@ def test_any_history_is_the_reference(numels, dtypes, tile_numel, seed, windows,
 # -- arrivals -----------------------------------------------------------------
 
 
+def test_a_norm_waits_for_the_gradients_that_it_measures(train) -> None:
+    training = train(SimulatedTransfer(1, max_delay_s=0.2), numels=(64,), tile_numel=16)
+    gradient = training.gradient(0)
+    training.arrive(0, gradient)
+    found = training.store.sum_of_squares({0: None}, UNSCALED)
+    assert found == pytest.approx(float(gradient.double().pow(2).sum()), rel=1e-12)
+
+
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_the_first_arrival_copies_and_later_ones_add_in_float32(train, transfer) -> None:
     training = train(transfer(), dtypes=(BF16,), tile_numel=40)

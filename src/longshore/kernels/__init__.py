@@ -14,7 +14,7 @@ from longshore.kernels.base import (
     TorchRule,
     total_of_blocks,
 )
-from longshore.kernels.device import DeviceKernels, Kernels, checksums_on
+from longshore.kernels.device import DeviceKernels, Kernels, block_sums_on, checksums_on
 from longshore.kernels.host import HostKernels
 from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
@@ -35,6 +35,7 @@ __all__ = [
     "SegmentTable",
     "TileSegment",
     "TorchRule",
+    "block_sums_on",
     "checksums_on",
     "next_scalars",
     "supported_instruction_sets",

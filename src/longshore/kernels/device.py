@@ -17,7 +17,7 @@ from longshore.kernels import _native
 from longshore.kernels._native import Outputs
 from longshore.kernels.base import NORM_BLOCK_NUMEL, UNSCALED, HostRule, Rule, Scale, TileSegment
 from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native_tile
-from longshore.kernels.reference import checksums, float32_bytes
+from longshore.kernels.reference import checksums, float32_bytes, sums_of_squares
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
@@ -195,6 +195,19 @@ def checksums_on(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
         with contextlib.suppress(Exception):  # no Triton, or no compiler for its launchers
             return DeviceKernels(device).checksums
     return checksums
+
+
+BlockSums = Callable[[Sequence[Sequence[Tensor]], Scale], list[list[float]]]
+
+
+@functools.cache
+def block_sums_on(device: torch.device) -> BlockSums:
+    """Return :meth:`DeviceKernels.block_sums`, or where Triton does not work sums in plain torch, whose order, and so
+    the last bits of float64, is torch's own."""
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # no Triton, or no compiler for its launchers
+            return DeviceKernels(device).block_sums
+    return sums_of_squares
 
 
 Kernels = HostKernels | DeviceKernels

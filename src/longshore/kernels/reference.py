@@ -8,6 +8,7 @@ compute the same bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from longshore.kernels.base import UNSCALED, Rule, Scale
 CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
 """Odd factor of :func:`checksum`, also in triton_rules.py."""
 _CHECKSUM_NUMEL = 1 << 20
+_SUM_NUMEL = 1 << 22
+"""Elements that are squared at a time, which limits the memory that takes."""
 
 Operand = Tensor | float
 Scalars = Sequence[Tensor]
@@ -95,6 +98,20 @@ def checksum(values: Tensor) -> Tensor:
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the :func:`checksum` of each flat tensor, all on one device."""
     return torch.stack([checksum(values) for values in tensors])
+
+
+def sums_of_squares(parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
+    """Return sums of squares of parts of each parameter, whose ranges are flat and on one device: in float64, of
+    elements that are multiplied by the factors in float32. The host waits once."""
+    sums, counts = [], []
+    for ranges in parameters:
+        before = len(sums)
+        for part in (part for values in ranges for part in values.split(_SUM_NUMEL)):
+            scaled = (part.float() * scale.first * scale.second).double()
+            sums.append(torch.dot(scaled, scaled))
+        counts.append(len(sums) - before)
+    found = iter(torch.stack(sums).tolist() if sums else ())
+    return [list(itertools.islice(found, count)) for count in counts]
 
 
 def rule_step(

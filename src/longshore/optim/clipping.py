@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.kernels import Scale
+from longshore.kernels import Scale, block_sums_on, total_of_blocks
 from longshore.optim.shards import over_ranks
 from longshore.tiles import ParameterStore
 
@@ -98,31 +98,33 @@ class Clipping:
         self._measured = now
 
 
+def _block_sums_on_device(gradients: Mapping[int, Tensor], scale: Scale) -> dict[int, list[float]]:
+    """Return sums of squares of the blocks of gradients, all on one device, by parameter. The host waits once."""
+    if not gradients:
+        return {}
+    device = next(iter(gradients.values())).device
+    sums = block_sums_on(device)([[gradient.contiguous()] for gradient in gradients.values()], scale)
+    return dict(zip(gradients, sums, strict=True))
+
+
 def gradient_norm(
     store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
 ) -> Tensor:
     """Return the 2-norm over all gradients; squares are added in float64, and the root is rounded to float32 once.
 
-    Gradients are measured where they are: on the host, or on a device, each in float64, so that they are not copied
-    twice. ``shards`` has the parameters whose other shards are on other ranks; if there are any, all ranks have to call
-    this function.
+    Gradients are measured where they are: on the host, or on a device, so that they are not copied twice. ``shards``
+    has the parameters whose other shards are on other ranks; if there are any, all ranks have to call this function.
     """
-    staged = store.local.transfer.staged
-
-    def squares(parameter: int, gradient: Tensor | None) -> float:
-        if gradient is None or not staged:
-            return store.sum_of_squares({parameter: gradient}, scale)
-        return float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
-
-    on_host: dict[int, Tensor | None] = {}
-    total = 0.0
-    elsewhere: dict[int, float] = {}
-    for parameter, gradient in gradients.items():
-        if parameter in shards:
-            elsewhere[parameter] = squares(parameter, gradient)
-        elif gradient is None or not staged:
-            on_host[parameter] = gradient
-        else:
-            total += squares(parameter, gradient)
-    total += store.sum_of_squares(on_host, scale) + (over_ranks(shards, elsewhere) if elsewhere else 0.0)
+    on_device = {
+        parameter: gradient
+        for parameter, gradient in gradients.items()
+        if gradient is not None and store.local.transfer.staged
+    }
+    blocks = _block_sums_on_device(on_device, scale)
+    others = {parameter: gradient for parameter, gradient in gradients.items() if parameter not in on_device}
+    total = total_of_blocks(sums for parameter, sums in blocks.items() if parameter not in shards)
+    total += store.sum_of_squares({each: gradient for each, gradient in others.items() if each not in shards}, scale)
+    elsewhere = {each: total_of_blocks([sums]) for each, sums in blocks.items() if each in shards}
+    elsewhere.update((each, store.sum_of_squares({each: others[each]}, scale)) for each in others if each in shards)
+    total += over_ranks(shards, elsewhere) if elsewhere else 0.0
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")

@@ -57,6 +57,9 @@ class StoreFactory(ABC):
 class Offload(StoreFactory):
     """Settings of where masters and moments are, and of the work on the host. None changes a bit of the result.
 
+    There is one exception: where gradients that are clipped stay in ``.grad`` on an accelerator without Triton, their
+    squares are added in an order of torch's, which may change the last bit of the norm.
+
     Attributes:
         device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the parameters are, stepped there, and
             nothing is copied. On CUDA the latter needs Triton. For CPU parameters the two are the same.

@@ -29,7 +29,7 @@ from longshore.tiles.speculation import SpeculationMemory, Speculator
 from longshore.tiles.steps import ParameterStep
 from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import runner_for
-from longshore.transfer import CopyHandle, Transfer
+from longshore.transfer import CopyHandle, Transfer, wait_for_all
 
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
@@ -229,16 +229,19 @@ class Backend:
         """Return, by parameter, sums of squares of its blocks here; see :meth:`ParameterStore.sum_of_squares`."""
         known = self.speculator.known_squares(scale)
         measured: dict[int, list[Tensor]] = {}
+        copies: list[CopyHandle] = []
         for parameter, gradient in gradients.items():
             segments = [segment for _, segment in self.parts[parameter]]
             if parameter in known or not segments:
                 continue
             if gradient is None:
-                measured[parameter] = [segment.wait() for segment in segments]
+                copies += [segment.handle for segment in segments if segment.handle is not None]
+                measured[parameter] = [segment.held() for segment in segments]
             else:
                 first, last = segments[0].layout, segments[-1].layout
                 part = gradient[first.parameter_offset : last.parameter_offset + last.numel]
                 measured[parameter] = [self.transfer.read(part)]
+        wait_for_all(copies)
         sums = self.kernels.block_sums(list(measured.values()), scale)
         return {**known, **dict(zip(measured, sums, strict=True))}
 
@@ -350,9 +353,7 @@ def commit_tile(
 
     If ``into`` is given, it becomes the tile's buffer, and the old buffer is only read; else the step is in place.
     """
-    for step in steps:
-        if step.segment.handle is not None:
-            step.segment.handle.wait()
+    wait_for_all(step.segment.handle for step in steps if step.segment.handle is not None)
     rows, rules = step_table(steps, [step.segment.gradient for step in steps])
     buffer = tile.buffer
     assert buffer is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longshore.kernels import Kernels, Scale
 from longshore.tiles.tile import Segment, Tile
-from longshore.transfer import CopyHandle
+from longshore.transfer import CopyHandle, wait_for_all
 
 
 class Due(NamedTuple):
@@ -58,8 +58,7 @@ class EarlyNorms:
 
     def measure(self, due: Sequence[Due], scale: Scale) -> None:
         """Measure parameters on the worker, after every addition that was queued when they became due."""
-        for copy in (copy for one in due for copy in one.copies):
-            copy.wait()
+        wait_for_all(copy for one in due for copy in one.copies)
         blocks = self._kernels.block_sums([one.gradients for one in due], scale)
         for one, sums in zip(due, blocks, strict=True):
             self._sums[one.parameter] = _Sums(one.versions, scale, sums)

@@ -23,7 +23,7 @@ from longshore.tiles.memory import BufferPool, Slot, available_bytes, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import JobRunner
-from longshore.transfer import Transfer
+from longshore.transfer import Transfer, wait_for_all
 
 SpeculationMemory = int | str
 """Argument of :func:`longshore.byte_sizes.parse_memory_budget`; 100 % is the memory of a spare for every tile."""
@@ -122,8 +122,7 @@ class Pass:
         """Wait for the gradients, and write the step's results into the spare buffer. This changes no tile."""
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
-        for copy in self._copies:  # before begin(), so that a recorder times the pass alone
-            copy.wait()
+        wait_for_all(self._copies)  # before begin(), so that a recorder times the pass alone
         recorder, index = self.tile.recorder, self.tile.layout.index
         begin_ns = recorder.begin(STEP_AHEAD, index)
         try:

@@ -113,9 +113,13 @@ class Segment:
 
     def wait(self) -> Tensor:
         """Wait until the gradient's copy is done, and return the gradient."""
-        assert self.gradient is not None
         if self.handle is not None:
             self.handle.wait()
+        return self.held()
+
+    def held(self) -> Tensor:
+        """Return the gradient, whose copy may still be under way."""
+        assert self.gradient is not None
         return self.gradient
 
 

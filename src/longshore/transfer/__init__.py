@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from longshore.accelerator import is_accelerator
-from longshore.transfer.base import CopyHandle, DirectTransfer, FinishedCopy, Transfer
+from longshore.transfer.base import CopyHandle, DirectTransfer, FinishedCopy, Transfer, wait_for_all
 from longshore.transfer.device import DeviceTransfer, ResidentTransfer
 from longshore.transfer.simulated import SimulatedTransfer
 
@@ -18,6 +18,7 @@ __all__ = [
     "SimulatedTransfer",
     "Transfer",
     "transfer_for",
+    "wait_for_all",
 ]
 
 

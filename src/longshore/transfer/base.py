@@ -19,9 +19,14 @@ from torch import Tensor
 
 
 class CopyHandle(ABC):
-    """Handle of one asynchronous copy; ``target`` has the bytes once the copy is done."""
+    """Handle of one asynchronous copy; ``target`` has the bytes once the copy is done.
+
+    Attributes:
+        order: how many copies its stream had begun before.
+    """
 
     target: Tensor
+    order = 0
 
     @abstractmethod
     def done(self) -> bool:
@@ -30,6 +35,12 @@ class CopyHandle(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Block this thread until the copy has finished; raise the copy's error if it failed."""
+
+
+def wait_for_all(copies: Iterable[CopyHandle]) -> None:
+    """Wait for copies of one stream. They run one after the other, so the host waits for the last one alone."""
+    for copy in sorted(copies, key=lambda each: each.order, reverse=True):
+        copy.wait()
 
 
 class FinishedCopy(CopyHandle):
@@ -60,6 +71,7 @@ class CopyStream(ABC):
         self._lock = threading.Lock()
         self._copies: deque[tuple[CopyHandle, int]] = deque()
         self._bytes = 0
+        self._begun = 0
 
     def enqueue(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
         """Copy ``source`` to ``target`` once ``ready`` (see :meth:`Transfer.mark`) is reached and ``after`` is done."""
@@ -68,6 +80,7 @@ class CopyStream(ABC):
             while self._copies and (self._copies[0][0].done() or self._bytes + source_bytes > self.limit_bytes):
                 self._retire()
             handle = self._start(source, target, ready, after)
+            handle.order, self._begun = self._begun, self._begun + 1
             self._copies.append((handle, source_bytes))
             self._bytes += source_bytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -29,8 +29,9 @@ class DeviceCopy(CopyHandle):
         return self._source is None
 
     def wait(self) -> None:
-        self.event.synchronize()
-        self._source = None
+        if not self.done():
+            self.event.synchronize()
+            self._source = None
 
 
 class DeviceCopyStream(CopyStream):
