@@ -77,6 +77,7 @@ BY_FAMILY = [
     ),
     (r"trains parameters on cpu and cuda devices", "Move the model to a CPU or a CUDA device."),
     (r"zero_grad\(\) discards", "`zero_grad()` on every rank, and go on."),
+    (r"graph of the device is being captured", "Capture the forward alone; `backward()` and `step()` outside of it."),
     (r"connection to another rank was closed", "See the RankError that it causes."),
     (r"see its own error", "See the error of the rank that it names; then `zero_grad()` on every rank."),
     (r"pip install", "Install what it names."),

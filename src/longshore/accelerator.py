@@ -30,6 +30,14 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of ``device`` records a graph (a CUDA graph, say), and computes nothing now."""
+    if device.type == "cpu":
+        return False
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
 @contextlib.contextmanager
 def current_stream_is(stream: torch.Stream) -> Iterator[None]:
     """Context in which ``stream`` is the current stream of this thread, and its device the current device.

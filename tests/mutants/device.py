@@ -10,6 +10,7 @@ TRANSFER = "tests/transfer/test_device.py"
 OPTIM = "tests/optim/test_device.py"
 CHECKPOINT = "tests/checkpoint/test_device.py"
 ENGINE = "tests/engine/test_on_device.py"
+CAPTURE = "tests/simulated_device/test_capture.py"
 COUNTED = "tests/simulated_device/test_counted.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
@@ -186,5 +187,33 @@ MUTANTS = [
         "            sums.append(torch.tensor(torch.dot(scaled, scaled).item()))\n",
         COUNTED,
         file="kernels/reference.py",
+    ),
+    _mutant(
+        "a backward is captured",
+        "        refuse_capture(record.device)\n        thread",
+        "        thread",
+        CAPTURE,
+        file="optim/released_gradients.py",
+    ),
+    _mutant(
+        "a step is captured",
+        "            refuse_capture(record.device)\n",
+        "            pass\n",
+        CAPTURE,
+        file="optim/core.py",
+    ),
+    _mutant(
+        "a step copies indices to the device each time",
+        "if self._last_rows is None or self._last_rows[0] != indices or self._last_rows[1].device != device:",
+        "if True:",
+        COUNTED,
+        file="optim/adoption.py",
+    ),
+    _mutant(
+        "indices stay on the device although others are stepped",
+        "if self._last_rows is None or self._last_rows[0] != indices or self._last_rows[1].device != device:",
+        "if self._last_rows is None:",
+        f"{OPTIM}::test_writes_that_torch_cannot_see",
+        file="optim/adoption.py",
     ),
 ]

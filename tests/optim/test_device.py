@@ -51,15 +51,20 @@ def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, devic
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str) -> None:
+def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str, turns: bool) -> None:
+    """``turns``: now and then a step is of other parameters than the one before."""
     plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
     optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=longshore.Offload(device=device))
     for step in range(5):
         backward(model, step, dtype)
-        plain.step([parameter.grad.cpu() for parameter in model.parameters()])
+        for place, parameter in enumerate(model.parameters()):
+            if turns and (place == 0) == (step // 2 % 2 == 0):
+                parameter.grad = None
+        plain.step([None if each.grad is None else each.grad.cpu() for each in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
         for index, (ours, theirs) in enumerate(zip(model.parameters(), plain_model.parameters(), strict=True)):

@@ -139,6 +139,14 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
             set_stream(before)
 
 
+capturing = False
+"""What :func:`is_current_stream_capturing` says. Nothing is captured here: tests see what is refused."""
+
+
+def is_current_stream_capturing() -> bool:
+    return capturing
+
+
 def _sleep(cycles: int) -> None:
     """Let the current stream sleep, as for so many cycles of a device with 2 GHz."""
     _NATIVE.sleep_us(cycles // 2000)

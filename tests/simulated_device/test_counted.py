@@ -41,7 +41,7 @@ def check(found: list[dict[str, int]], row: str, parameters: int) -> None:
 def test_a_step_of_an_optimizer(released: bool, clip: bool, parameters: int) -> None:
     row = "the same, clipped" if clip else "`release_gradients=True`" if released else "`.grad` on the device"
     if clip and released:  # the second row of that name
-        row = "`release_gradients=True` | 0 | P | 3 | 1 | P + 2 |\n| the same, clipped"
+        row = "`release_gradients=True` | 0 | P | 1 | 1 | P |\n| the same, clipped"
     check(counted.of_optimizer(parameters, released, clip), row, parameters)
 
 

@@ -179,8 +179,10 @@ class DeviceKernels:
         return tensor.data_ptr()
 
     def _upload(self, tensor: Tensor) -> Tensor:
-        # The source is in pageable memory, which is staged before the call returns: the tensor may be freed at once.
-        return tensor.to(self.device, non_blocking=True)
+        # From pinned memory, which is not handed out again while the copy reads it: where the device reads pageable
+        # memory itself (as a GH200 does), a tensor that is freed at once would be gone before.
+        pinned = tensor if self.device.type == "cpu" else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which :attr:`device` is the current device, on which Triton launches kernels."""

@@ -27,6 +27,7 @@ class Adoption:
         self._detects = detect_writes
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         """Checksums on the parameters' device, by index of the record."""
+        self._last_rows: tuple[list[int], Tensor] | None = None
         self._identities: dict[int, Identity | None] = {}
         """:attr:`ParameterRecord.published` of the values that a checksum is of, by index."""
 
@@ -71,7 +72,7 @@ class Adoption:
         if len(self._sums) < most:
             former, self._sums = self._sums, torch.zeros(most, dtype=torch.int64, device=sums.device)
             self._sums[: len(former)] = former
-        self._sums[_rows(list(steps), sums.device)] = sums
+        self._sums[self._rows(list(steps), sums.device)] = sums
         self._identities.update((index, records[index].published) for index in steps)
 
     def _uses_checksums(self, store: ParameterStore) -> bool:
@@ -86,17 +87,20 @@ class Adoption:
         if not known:
             return unknown
         sums = _checksums(steps[record.index].target for record in known)
-        differs = self._sums[_rows([record.index for record in known], sums.device)] != sums
+        differs = self._sums[self._rows([record.index for record in known], sums.device)] != sums
         return unknown + [record for record, wrote in zip(known, differs.tolist(), strict=True) if wrote]
+
+    def _rows(self, indices: list[int], device: torch.device) -> Tensor:
+        """Return indices of :attr:`_sums`, on the device. Those of the last call stay there: most steps have the same,
+        and the host need not wait for another copy."""
+        if self._last_rows is None or self._last_rows[0] != indices or self._last_rows[1].device != device:
+            self._last_rows = indices, torch.tensor(indices, device="cpu").to(device)
+        return self._last_rows[1]
 
 
 def _checksums(values: Iterable[Tensor]) -> Tensor:
     tensors = list(values)
     return checksums_on(tensors[0].device)(tensors)
-
-
-def _rows(indices: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(indices, device="cpu").to(device)
 
 
 def _check_no_writes(store: ParameterStore, records: Collection[ParameterRecord]) -> None:

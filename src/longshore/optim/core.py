@@ -26,6 +26,7 @@ from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import check_once, member_ids, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
+from longshore.optim.released import refuse_capture
 from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
@@ -216,6 +217,8 @@ class OptimizerCore:
         on the device, or None if the store has it. ``reading``: no step follows, so that parameters may be whole."""
         if self._agreed is not None:
             return self._agreed
+        for record in self.records[:1]:  # all are on one device
+            refuse_capture(record.device)
         found, failure = {}, None
         try:
             found = self._collect()

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from longshore.accelerator import is_capturing
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import held_part, like
@@ -182,6 +183,17 @@ def refuse_compiled_autograd() -> None:
             "compiled autograd makes one program of a backward, in which ranks cannot reduce gradients as they come; "
             "set torch._dynamo.config.compiled_autograd = False for an engine on several ranks (torch.compile of the "
             "model, or of its parts, works)"
+        )
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise LongshoreError if a graph is being captured on ``device``: whoever replays it calls neither hooks nor the
+    host."""
+    if is_capturing(device):
+        raise LongshoreError(
+            "a graph of the device is being captured, and longshore copies gradients to the host in hooks, and steps "
+            "there: a replay of the graph would do neither; capture the forward alone, and call backward() and step() "
+            "outside of the graph"
         )
 
 

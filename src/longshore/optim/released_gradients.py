@@ -29,6 +29,7 @@ from longshore.optim.released import (
     is_released,
     new_placeholder,
     put_gradient,
+    refuse_capture,
     refuse_compiled_autograd,
     remove_all,
 )
@@ -112,6 +113,7 @@ class ReleasedGradients(GradientSource):
                 record.parameter.grad = None
                 self._lifted.add(index)
             return
+        refuse_capture(record.device)
         thread = threading.get_ident()
         if self._entered.setdefault(index, thread) != thread:
             raise concurrent(record)
