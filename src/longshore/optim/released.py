@@ -20,6 +20,9 @@ from longshore.errors import GradientError, LongshoreError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import held_part, like
 
+_WARN_OF_STREAMS = "set_warn_on_accumulate_grad_stream_mismatch"
+"""A function that older torch does not have."""
+
 
 class ReleaseHooks:
     """Two hooks of one parameter, called before and after autograd accumulates into ``.grad``.
@@ -51,6 +54,8 @@ class ReleaseHooks:
         # The tensor refers to its node weakly; the node must live as long as the hook. A node that is given no gradient
         # accumulates nothing.
         self._node = node
+        if leaf.device.type != "cpu" and (warn := getattr(torch.autograd.graph, _WARN_OF_STREAMS, None)) is not None:
+            warn(False)  # torch warns that the node of a forward on another stream was kept, and orders both itself
         self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
 
     def remove(self) -> None:
