@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     _mutant(
         "a stream does not wait for a collective",
-        "            work.wait()  # the current stream does, not the host\n",
-        "",
+        "            self.began(self._group, work, self.device).wait()  # the current stream waits, not the host\n",
+        "            self.began(self._group, work, self.device)\n",
         TWO_RANKS,
         file="sharding/data_plane.py",
     ),
@@ -215,5 +215,12 @@ MUTANTS = [
         "if self._last_rows is None:",
         f"{OPTIM}::test_writes_that_torch_cannot_see",
         file="optim/adoption.py",
+    ),
+    _mutant(
+        "a stream does not wait for gathered parameters",
+        "        work.wait()\n        with current_stream_is(self._beside):",
+        "        with current_stream_is(self._beside):",
+        TWO_RANKS,
+        file="sharding/device_collectives.py",
     ),
 ]

@@ -59,8 +59,9 @@ class DataPlane:
         self._communicating = communicating
         self._peers = dist.get_process_group_ranks(group)
         self._wait_for = wait_for
-        self.began: Callable[[Any, Any, torch.device], None] = lambda group, work, device: None
-        """Called with each collective of an accelerator: the group, the handle and the device."""
+        self.began: Callable[[Any, Any, torch.device], Any] = lambda group, work, device: work
+        """Called with each collective of an accelerator: the group, the handle and the device. Returns the handle to
+        wait by."""
         # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
@@ -80,8 +81,7 @@ class DataPlane:
         if self.device.type == "cpu":
             self._wait_for(work)
         else:
-            work.wait()  # the current stream does, not the host
-            self.began(self._group, work, self.device)
+            self.began(self._group, work, self.device).wait()  # the current stream waits, not the host
 
     def _buffer(self, name: str, num_bytes: int) -> Tensor:
         """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""

@@ -10,10 +10,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from longshore.accelerator import current_stream_is
 from longshore.errors import RankError
 from longshore.sharding.presence import Presence, words
 
@@ -22,6 +25,39 @@ _GRACE_S = 2.0
 """How long a collective may still go on when another rank has ended, which may have done its part before."""
 
 _LOGGER = logging.getLogger("longshore")
+
+
+class WatchedWork(dist.Work):
+    """Handle of a device's collective that is watched until it ends. A backend's own handle keeps tensors, so it is not
+    kept for that."""
+
+    def __init__(self, work: Any, beside: torch.Stream) -> None:
+        super().__init__()
+        self._work = work
+        self._beside = beside
+        self._after: torch.Event | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait; the host goes on."""
+        work = self._work
+        if work is None:
+            assert self._after is not None
+            torch.accelerator.current_stream(self._beside.device).wait_event(self._after)
+            return True
+        work.wait()
+        with current_stream_is(self._beside):  # which does nothing but wait for collectives
+            work.wait()
+            self._after = self._beside.record_event()
+        self._work = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the collective has ended; any thread may ask."""
+        work, after = self._work, self._after  # in this order
+        if after is not None:
+            return after.query()
+        assert work is not None
+        return bool(work.is_completed())
 
 
 @dataclass(eq=False)
@@ -37,7 +73,7 @@ class _UnderWay:
         hopeless_since: when a rank was first seen to have ended.
     """
 
-    work: Any
+    work: WatchedWork
     device: torch.device
     ranks: Sequence[int]
     thread: int | None
@@ -60,16 +96,24 @@ class DeviceCollectives:
         self._under_way: dict[Any, _UnderWay] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._beside: dict[torch.device, torch.Stream] = {}
 
-    def began(self, group: Any, work: Any, device: torch.device, ranks: Sequence[int], raises: bool = False) -> None:
-        """Note a collective of ``group``, which has these ``ranks``. ``raises``: whether the current thread goes on
-        with its result without another meeting, so that it gets a RankError if the collective is ended."""
+    def began(
+        self, group: Any, work: Any, device: torch.device, ranks: Sequence[int], raises: bool = False
+    ) -> WatchedWork:
+        """Note a collective of ``group``, which has these ``ranks``, and return its handle. ``raises``: whether the
+        current thread goes on with its result without another meeting, so that it gets a RankError if the collective is
+        ended."""
         self.check()
-        self._under_way[group] = _UnderWay(work, device, ranks, threading.get_ident() if raises else None)
+        if device not in self._beside:
+            self._beside[device] = torch.Stream(device)
+        watched = WatchedWork(work, self._beside[device])
+        self._under_way[group] = _UnderWay(watched, device, ranks, threading.get_ident() if raises else None)
         if self._thread is None:
             arguments = (weakref.ref(self), self._closing)
             self._thread = threading.Thread(target=_look, args=arguments, name="longshore-watch", daemon=True)
             self._thread.start()
+        return watched
 
     def check(self) -> None:
         """Raise RankError if a collective was ended."""

@@ -273,9 +273,10 @@ class GatherMeetings:
         self._underway = GatherWork(finish, lambda: self._window.number == window)
         return self._underway
 
-    def began(self, group: Any, work: Any, device: torch.device) -> None:
-        """Note that an accelerator gathers what this thread goes on with."""
-        self._collectives.on_device.began(group, work, device, dist.get_process_group_ranks(group), raises=True)
+    def began(self, group: Any, work: Any, device: torch.device) -> dist.Work:
+        """Note that an accelerator gathers what this thread goes on with; return the handle."""
+        ranks = dist.get_process_group_ranks(group)
+        return self._collectives.on_device.began(group, work, device, ranks, raises=True)
 
     def _finish_underway(self) -> None:
         if self._underway is None:
@@ -373,10 +374,10 @@ class ModuleGather(DefaultAllGather):
             self._meetings.gather(self._number, None, None).wait()
             work = super().__call__(output_tensor, input_tensor, group, async_op=True)
             assert work is not None
-            self._meetings.began(group, work, output_tensor.device)
+            watched = self._meetings.began(group, work, output_tensor.device)
             if async_op:
-                return work
-            work.wait()  # the current stream does
+                return watched
+            watched.wait()  # the current stream does
             return None
         own = output_tensor.view(group.size(), -1)[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
