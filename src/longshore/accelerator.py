@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -51,3 +51,20 @@ def current_stream_is(stream: torch.Stream) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
+
+
+class WaitingStream:
+    """A stream of a device that does nothing but wait, so that its events say when something has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def after(self, wait: Callable[[], object]) -> torch.Event:
+        """Return an event behind what ``wait`` lets the current stream wait for."""
+        with current_stream_is(self._stream):
+            wait()
+            return self._stream.record_event()
+
+    def let_current_wait(self, event: torch.Event) -> None:
+        """Let the current stream of the device wait for an event."""
+        torch.accelerator.current_stream(self._stream.device).wait_event(event)

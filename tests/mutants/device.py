@@ -218,8 +218,8 @@ MUTANTS = [
     ),
     _mutant(
         "a stream does not wait for gathered parameters",
-        "        work.wait()\n        with current_stream_is(self._beside):",
-        "        with current_stream_is(self._beside):",
+        "        work.wait()\n        self._after",
+        "        self._after",
         TWO_RANKS,
         file="sharding/device_collectives.py",
     ),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longshore.accelerator import current_stream_is
+from longshore.accelerator import WaitingStream
 from longshore.errors import RankError
 from longshore.sharding.presence import Presence, words
 
@@ -31,23 +31,20 @@ class WatchedWork(dist.Work):
     """Handle of a device's collective that is watched until it ends. A backend's own handle keeps tensors, so it is not
     kept for that."""
 
-    def __init__(self, work: Any, beside: torch.Stream) -> None:
+    def __init__(self, work: Any, beside: WaitingStream) -> None:
         super().__init__()
         self._work = work
         self._beside = beside
-        self._after: torch.Event | None = None
+        self._after: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait; the host goes on."""
         work = self._work
         if work is None:
-            assert self._after is not None
-            torch.accelerator.current_stream(self._beside.device).wait_event(self._after)
+            self._beside.let_current_wait(self._after)
             return True
         work.wait()
-        with current_stream_is(self._beside):  # which does nothing but wait for collectives
-            work.wait()
-            self._after = self._beside.record_event()
+        self._after = self._beside.after(work.wait)
         self._work = None
         return True
 
@@ -96,7 +93,7 @@ class DeviceCollectives:
         self._under_way: dict[Any, _UnderWay] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._beside: dict[torch.device, torch.Stream] = {}
+        self._beside: dict[torch.device, WaitingStream] = {}
 
     def began(
         self, group: Any, work: Any, device: torch.device, ranks: Sequence[int], raises: bool = False
@@ -106,7 +103,7 @@ class DeviceCollectives:
         ended."""
         self.check()
         if device not in self._beside:
-            self._beside[device] = torch.Stream(device)
+            self._beside[device] = WaitingStream(device)
         watched = WatchedWork(work, self._beside[device])
         self._under_way[group] = _UnderWay(watched, device, ranks, threading.get_ident() if raises else None)
         if self._thread is None:
