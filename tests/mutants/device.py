@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     _mutant(
         "a stream does not wait for a collective",
-        "            self.began(self._group, work, self.device).wait()  # the current stream waits, not the host\n",
-        "            self.began(self._group, work, self.device)\n",
+        "            self._began(self._group, work, self.device).wait()  # the current stream waits, not the host\n",
+        "            self._began(self._group, work, self.device)\n",
         TWO_RANKS,
         file="sharding/data_plane.py",
     ),
@@ -183,8 +183,8 @@ MUTANTS = [
     ),
     _mutant(
         "clipping waits for each parameter",
-        "            sums.append(torch.dot(scaled, scaled))\n",
-        "            sums.append(torch.tensor(torch.dot(scaled, scaled).item()))\n",
+        "            sums.append(_sum_of_squares(part, scale))\n",
+        "            sums.append(torch.tensor(_sum_of_squares(part, scale).item()))\n",
         COUNTED,
         file="kernels/reference.py",
     ),
@@ -222,5 +222,12 @@ MUTANTS = [
         "        self._after",
         TWO_RANKS,
         file="sharding/device_collectives.py",
+    ),
+    _mutant(
+        "an upload is from memory that is freed at once",
+        'pinned = tensor if self.device.type == "cpu" else tensor.pin_memory()',
+        "pinned = tensor",
+        COUNTED,
+        file="kernels/device.py",
     ),
 ]

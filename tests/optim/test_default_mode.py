@@ -621,3 +621,19 @@ def test_replaced_by_what_cannot_be_stepped() -> None:
     optimizer.param_groups[0]["params"] = mine
     loss_of(model, 0).backward()
     optimizer.step()
+
+
+def test_gradients_in_host_memory_are_measured_by_the_host_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the transfer: torch would add their squares in another order than in every other mode."""
+
+    def refuse(device: torch.device) -> None:
+        raise AssertionError(f"a sum on {device}")
+
+    monkeypatch.setattr("longshore.optim.clipping.block_sums_on", refuse)
+    norms = []
+    for transfer in (None, longshore.SimulatedTransfer()):
+        model = small_model()
+        optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(transfer=transfer))
+        loss_of(model, 0).backward()
+        norms.append(optimizer.grad_norm())
+    assert torch.equal(*norms)

@@ -22,7 +22,7 @@ CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
 """Odd factor of :func:`checksum`, also in triton_rules.py."""
 _CHECKSUM_NUMEL = 1 << 20
 _SUM_NUMEL = 1 << 22
-"""Elements that are squared at a time, which limits the memory that takes."""
+"""Elements that are squared at a time, which takes 12 bytes for each."""
 
 Operand = Tensor | float
 Scalars = Sequence[Tensor]
@@ -107,11 +107,15 @@ def sums_of_squares(parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCA
     for ranges in parameters:
         before = len(sums)
         for part in (part for values in ranges for part in values.split(_SUM_NUMEL)):
-            scaled = (part.float() * scale.first * scale.second).double()
-            sums.append(torch.dot(scaled, scaled))
+            sums.append(_sum_of_squares(part, scale))
         counts.append(len(sums) - before)
     found = iter(torch.stack(sums).tolist() if sums else ())
     return [list(itertools.islice(found, count)) for count in counts]
+
+
+def _sum_of_squares(values: Tensor, scale: Scale) -> Tensor:
+    scaled = (values.float() * scale.first * scale.second).double()
+    return torch.dot(scaled, scaled)
 
 
 def rule_step(

@@ -28,6 +28,7 @@ class Adoption:
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         """Checksums on the parameters' device, by index of the record."""
         self._last_rows: tuple[list[int], Tensor] | None = None
+        """What :meth:`_rows` was called with last, and returned."""
         self._identities: dict[int, Identity | None] = {}
         """:attr:`ParameterRecord.published` of the values that a checksum is of, by index."""
 

@@ -80,7 +80,6 @@ class CollectiveThread:
         self.rank: int = dist.get_rank(groups.control)
         self.world_size: int = dist.get_world_size(groups.control)
         self.groups: Twins | None = groups
-        self.data = DataPlane(groups.data, device, self.rows, self._communicating, self._wait_for)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         begin = functools.partial(make_current, device)
@@ -116,7 +115,8 @@ class CollectiveThread:
         if self._presence is None:
             self._presence = Presence(self._ranks, self.rank, self.rows)
         self.on_device = DeviceCollectives(self._presence) if within is None else within.on_device
-        self.data.began = functools.partial(self.on_device.began, ranks=self._ranks)
+        began = functools.partial(self.on_device.began, ranks=self._ranks)
+        self.data = DataPlane(groups.data, device, self.rows, self._communicating, self._wait_for, began)
 
     # -- jobs, from any thread ------------------------------------------------
 

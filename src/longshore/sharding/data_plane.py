@@ -41,6 +41,8 @@ class DataPlane:
         rows: see :meth:`CollectiveThread.rows`.
         communicating: context in which errors of torch.distributed become a :class:`RankError`.
         wait_for: waits for a collective on the CPU; raises RankError.
+        began: called with each collective of an accelerator: the group, the handle and the device; returns the handle
+            to wait by.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class DataPlane:
         rows: Callable[[Tensor], Tensor],
         communicating: Callable[[], AbstractContextManager[None]],
         wait_for: Callable[[Any], None],
+        began: Callable[[Any, Any, torch.device], Any],
     ) -> None:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
@@ -59,9 +62,7 @@ class DataPlane:
         self._communicating = communicating
         self._peers = dist.get_process_group_ranks(group)
         self._wait_for = wait_for
-        self.began: Callable[[Any, Any, torch.device], Any] = lambda group, work, device: work
-        """Called with each collective of an accelerator: the group, the handle and the device. Returns the handle to
-        wait by."""
+        self._began = began
         # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
@@ -81,7 +82,7 @@ class DataPlane:
         if self.device.type == "cpu":
             self._wait_for(work)
         else:
-            self.began(self._group, work, self.device).wait()  # the current stream waits, not the host
+            self._began(self._group, work, self.device).wait()  # the current stream waits, not the host
 
     def _buffer(self, name: str, num_bytes: int) -> Tensor:
         """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""

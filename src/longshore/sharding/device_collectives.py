@@ -108,7 +108,7 @@ class DeviceCollectives:
         self._under_way[group] = _UnderWay(watched, device, ranks, threading.get_ident() if raises else None)
         if self._thread is None:
             arguments = (weakref.ref(self), self._closing)
-            self._thread = threading.Thread(target=_look, args=arguments, name="longshore-watch", daemon=True)
+            self._thread = threading.Thread(target=_look, args=arguments, name="longshore-device-watch", daemon=True)
             self._thread.start()
         return watched
 
