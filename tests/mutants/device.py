@@ -11,6 +11,7 @@ OPTIM = "tests/optim/test_device.py"
 CHECKPOINT = "tests/checkpoint/test_device.py"
 ENGINE = "tests/engine/test_on_device.py"
 CAPTURE = "tests/simulated_device/test_capture.py"
+TIMES = "tests/tracing/test_device_times.py"
 COUNTED = "tests/simulated_device/test_counted.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
@@ -35,8 +36,8 @@ MUTANTS = [
     ),
     _mutant(
         "a copy does not keep its source",
-        "        return DeviceCopy(source, target, event)\n",
-        "        return DeviceCopy(target, target, event)\n",
+        "        copy = DeviceCopy(source, target, event)\n",
+        "        copy = DeviceCopy(target, target, event)\n",
         TRANSFER,
     ),
     _mutant(
@@ -45,7 +46,40 @@ MUTANTS = [
         "if self._source is not None:",
         TRANSFER,
     ),
-    _mutant("the host does not wait for a copy", "        self.event.synchronize()\n", "        pass\n", TRANSFER),
+    _mutant("the host does not wait for a copy", "            wait_for(self.event)\n", "            pass\n", TRANSFER),
+    _mutant(
+        "a wait keeps a CPU busy",
+        "            wait_for(self.event)\n",
+        "            self.event.synchronize()\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "copies are not timed",
+        "            begun = timed_event(self.stream) if self.times_copies else None\n",
+        "            begun = None\n",
+        TIMES,
+    ),
+    _mutant(
+        "the rest of the backward is exposed",
+        "None if self._clock is None else self._clock.mark()\n\n    def step",
+        "None\n\n    def step",
+        TIMES,
+        file="tracing/events.py",
+    ),
+    _mutant(
+        "the rest of the backward is a part of the norm",
+        "        if name == NORM and self._clock is not None:\n",
+        "        if False:\n",
+        TIMES,
+        file="tracing/events.py",
+    ),
+    _mutant(
+        "what the next forward waits for is not exposed",
+        "        end_ns = max(event.end_ns, event.device_end_ns)\n",
+        "        end_ns = event.end_ns\n",
+        TIMES,
+        file="tracing/events.py",
+    ),
     _mutant(
         "a copy runs on the current stream",
         "        with current_stream_is(self.stream), torch.no_grad():\n",
@@ -78,7 +112,7 @@ MUTANTS = [
     ),
     _mutant(
         "work aside is not done at the end of its block",
-        "                self._beside.synchronize()\n",
+        "                wait_for(self._beside.record_event())\n",
         "                pass\n",
         TRANSFER,
     ),
@@ -163,8 +197,8 @@ MUTANTS = [
     ),
     _mutant(
         "the host waits for copies that are done",
-        "        if not self.done():\n            self.event.synchronize()\n",
-        "        if True:\n            self.event.synchronize()\n",
+        "        if not self.done():\n            wait_for(self.event)\n",
+        "        if True:\n            wait_for(self.event)\n",
         COUNTED,
     ),
     _mutant(

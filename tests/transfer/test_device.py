@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,16 @@ def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: DeviceTransfer
     handle.wait()
     assert handle.done() and handle.target is buffer
     assert all_are(buffer, 7.0)
+
+
+def test_a_wait_leaves_its_cpu_to_others(transfer: DeviceTransfer) -> None:
+    source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
+    torch.accelerator.synchronize()
+    keep_busy(4 * LONG)
+    handle = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    began, began_work = time.perf_counter(), time.thread_time()
+    handle.wait()
+    assert time.thread_time() - began_work < (time.perf_counter() - began) / 4
 
 
 def test_without_its_mark_a_copy_is_early(transfer: DeviceTransfer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore.accelerator import Stopwatch
 from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
@@ -187,7 +187,7 @@ class Engine(EngineAttributes):
         if not due:
             window.calls += 1
             return
-        began = time.perf_counter()
+        watch = None if self._reports is None else self._reports.stopwatch()
         self._stepping = True
         with contextlib.ExitStack() as counted:
             try:
@@ -200,7 +200,7 @@ class Engine(EngineAttributes):
             finally:
                 self._stepping = False
             self.global_steps += 1
-            self._report(time.perf_counter() - began)
+            self._report(watch)
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             window.end_step()
@@ -208,12 +208,12 @@ class Engine(EngineAttributes):
     def _timing(self, part: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
 
-    def _report(self, exposed_s: float) -> None:
-        """Report a step before the schedule changes the learning rates; training waited ``exposed_s`` in ``step()``."""
-        if self._reports is not None:
+    def _report(self, watch: Stopwatch | None) -> None:
+        """Report a step before the schedule changes the learning rates; ``watch`` runs since it began."""
+        if self._reports is not None and watch is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
             norm, scale = self.get_global_grad_norm(), self.loss_scaling.value
-            self._reports.step(StepFigures(*counts, self.get_lr(), norm, scale, exposed_s))
+            self._reports.step(StepFigures(*counts, self.get_lr(), norm, scale, watch.seconds()))
 
     def _apply_window(self) -> bool:
         """Clip and step; return False if an overflow skipped the step."""

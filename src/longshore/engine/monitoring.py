@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from longshore.accelerator import accelerator_type
+from longshore.accelerator import Stopwatch, accelerator_type
 from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.ranks import Ranks
@@ -42,7 +42,8 @@ class StepFigures(NamedTuple):
         number: number of the step.
         rates: learning rates of this step (not of the next one), one for each parameter group.
         norm: norm of the gradients, before clipping; None if none was measured.
-        exposed_s: seconds that training waited in ``step()``.
+        exposed_s: seconds that training waited in ``step()``: on a device, from the end of its backward until its next
+            forward may begin.
     """
 
     number: int
@@ -101,6 +102,10 @@ class Reports:
     def discard(self) -> None:
         """Forget the losses of a window that the engine did not step."""
         self._losses.clear()
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a stopwatch for a step, which runs where training waits; nothing is measured for the line alone."""
+        return Stopwatch(self._device if self._writers else torch.device("cpu"))
 
     def step(self, figures: StepFigures) -> None:
         """Report a step."""

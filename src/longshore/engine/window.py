@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from longshore.accelerator import number_of
 from longshore.engine.config import Config
 from longshore.engine.wording import is_integer
 from longshore.errors import GradientError, LongshoreError
@@ -179,7 +180,7 @@ class Window:
             )
         if due and self._loss is not None:
             # Before a step this waits for nothing: the step needs gradients.
-            self._lost_steps = 0 if math.isfinite(self._loss.item()) else self._lost_steps + 1
+            self._lost_steps = 0 if math.isfinite(number_of(self._loss)) else self._lost_steps + 1
         return due
 
     def end_step(self) -> None:

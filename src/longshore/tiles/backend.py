@@ -17,10 +17,13 @@ from longshore.tiles.events import (
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,
+    NO_RECORDER,
     PIPELINE_DEPTH,
     PUBLISH,
     STEP_IN_PLACE,
     Move,
+    Recorder,
+    Recorders,
     commit_moves,
 )
 from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots, padded_bytes
@@ -157,6 +160,15 @@ class Backend:
             tile.buffer = tile.slot = None
         self.tiles = [tile for tile in self.tiles if tile not in gone]
         self.buffers.clear()
+
+    def set_recorders(self, recorders: Sequence[Recorder]) -> Recorder:
+        """Report to these recorders from now on, and return them as one."""
+        recorder = Recorders(recorders) if recorders else NO_RECORDER
+        self.transfer.time_copies(any(each.times_copies for each in recorders))
+        self.worker.working = lambda: recorder.working("host")
+        for tile in self.tiles:
+            tile.recorder = recorder
+        return recorder
 
     def state_bytes(self) -> dict[str, int]:
         """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""

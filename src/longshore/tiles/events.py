@@ -39,7 +39,13 @@ DISCARD = "discard"
 
 
 class Recorder(ABC):
-    """Receiver of the events of one store. A caller uses one recorder from the beginning of an event to its end."""
+    """Receiver of the events of one store. A caller uses one recorder from the beginning of an event to its end.
+
+    Attributes:
+        times_copies: whether it reads when copies of a device began and ended; see ``CopyHandle.timed``.
+    """
+
+    times_copies = False
 
     @abstractmethod
     def begin(self, name: str, tile: int | None) -> int:

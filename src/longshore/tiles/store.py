@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.errors import GradientError
 from longshore.kernels import Scale, total_of_blocks
 from longshore.tiles.backend import Active, Backend, BackendSettings, divided
-from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
+from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.memory import PendingReads
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.speculation import SpeculationRecord
@@ -132,10 +132,7 @@ class TileStore:
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
             self.recorders = tuple(recorders)
-            recorder = self.recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
-            self.backend.worker.working = lambda: recorder.working("host")
-            for tile in self.backend.tiles:
-                tile.recorder = recorder
+            self.recorder = self.backend.set_recorders(self.recorders)
 
     def host_bytes(self) -> dict[str, int]:
         """Return the host bytes by kind, which are counted, not measured."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from longshore.accelerator import DeviceClock, Mark
 from longshore.kernels import TileSegment
 from longshore.tiles import Recorder
 from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
@@ -36,16 +37,31 @@ class Event(NamedTuple):
     """Equal to ``begin_ns`` for an event without duration."""
     num_bytes: int = 0
     """Bytes of optimizer state read and written, or bytes copied; 0 if they are not counted."""
+    device_end_ns: int = 0
+    """When the device went on after a STEP, whose last copies it waits for; 0 for other events, and without a device.
+    """
 
 
 class EventRecorder(Recorder):
     """Collects events from any thread.
 
-    A pass is reported when it is over, so every pass in the list has ended.
+    A pass is reported when it is over, so every pass in the list has ended. What a device does later than the host asks
+    for it has the device's times: its copies, the end of its backward (where a norm or a step begins to keep it
+    waiting), and where it goes on after a step.
+
+    Args:
+        clock: the clock of the device; None: all is done by this process's threads.
     """
 
-    def __init__(self) -> None:
+    times_copies = True
+
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        self._clock = clock
         self._events: list[Event] = []
+        self._late: list[tuple[Event, Mark, Mark | None]] = []
+        """Events whose beginning is an event of the device, and perhaps their end."""
+        self._norm_began: Mark | None = None
+        self._step_called: tuple[int, Mark | None] = (0, None)
         self._copies: dict[str, queue.SimpleQueue[tuple[int, CopyHandle, int] | None]] = {
             name: queue.SimpleQueue() for name in (COPY_TO_HOST, PUBLISH)
         }
@@ -63,9 +79,23 @@ class EventRecorder(Recorder):
         for watcher in self._watchers:
             watcher.join()
         events, self._events = self._events, []
-        return events
+        late, self._late = self._late, []
+        return events + [self._dated(*each) for each in late]
+
+    def _dated(self, event: Event, began: Mark, ended: Mark | None) -> Event:
+        clock = self._clock
+        assert clock is not None
+        begin_ns = max(event.begin_ns, clock.ns_of(began))
+        if ended is None:
+            return event._replace(begin_ns=min(begin_ns, event.end_ns))
+        if event.name == STEP:
+            end_ns = max(event.end_ns, begin_ns)
+            return event._replace(begin_ns=begin_ns, end_ns=end_ns, device_end_ns=clock.ns_of(ended))
+        return event._replace(begin_ns=begin_ns, end_ns=clock.ns_of(ended))
 
     def begin(self, name: str, tile: int | None) -> int:
+        if name == NORM and self._clock is not None:
+            self._norm_began = self._clock.mark()
         return time.perf_counter_ns()
 
     def mark(self, name: str, tile: int | None) -> None:
@@ -73,10 +103,27 @@ class EventRecorder(Recorder):
         self._events.append(Event(name, tile, _this_thread(), now, now))
 
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
-        self._events.append(Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns()))
+        event = Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns())
+        began = None
+        if name == NORM:
+            began, self._norm_began = self._norm_began, None
+        self._add(event, began, None)
 
-    def step(self, begin_ns: int) -> None:
-        self._events.append(Event(STEP, None, STEP_TRACK, begin_ns, time.perf_counter_ns()))
+    def calling_step(self) -> None:
+        """Note that ``step()`` is called."""
+        self._step_called = time.perf_counter_ns(), None if self._clock is None else self._clock.mark()
+
+    def step(self) -> None:
+        """Report a ``step()`` that returns now."""
+        begin_ns, began = self._step_called
+        event = Event(STEP, None, STEP_TRACK, begin_ns, time.perf_counter_ns())
+        self._add(event, began, None if self._clock is None else self._clock.mark())
+
+    def _add(self, event: Event, began: Mark | None, ended: Mark | None) -> None:
+        if began is None:
+            self._events.append(event)
+        else:
+            self._late.append((event, began, ended))
 
     def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         end_ns = time.perf_counter_ns()
@@ -86,7 +133,10 @@ class EventRecorder(Recorder):
         self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        if not isinstance(handle, FinishedCopy):
+        if handle.timed is not None:
+            num_bytes = handle.target.numel() * handle.target.element_size()
+            self._add(Event(name, tile, f"stream: {name}", begin_ns, begin_ns, num_bytes), *handle.timed)
+        elif not isinstance(handle, FinishedCopy):
             self._copies[name].put((tile, handle, begin_ns))
         elif name == PUBLISH:  # this thread copied; a gradient in host memory is not copied at all
             self.span(name, tile, begin_ns)
@@ -143,6 +193,8 @@ def in_order(events: Sequence[Event]) -> list[Event]:
 def exposed_spans(events: Sequence[Event]) -> list[tuple[int, int]]:
     """Return the beginnings and ends of the times in which training waited: each ``step()``, and each norm before it.
 
+    On a device these begin when its backward has ended, and end when its next forward may begin.
+
     The spans are sorted and do not overlap. Norms of windows that were not stepped are left out. ``events`` are sorted
     by their beginnings.
     """
@@ -151,10 +203,11 @@ def exposed_spans(events: Sequence[Event]) -> list[tuple[int, int]]:
     for event in events:
         if event.name not in (NORM, STEP) or event.begin_ns >= stepped_by_ns:
             continue
+        end_ns = max(event.end_ns, event.device_end_ns)
         if spans and event.begin_ns < spans[-1][1]:  # measured inside step()
-            spans[-1] = (spans[-1][0], max(spans[-1][1], event.end_ns))
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end_ns))
         else:
-            spans.append((event.begin_ns, event.end_ns))
+            spans.append((event.begin_ns, end_ns))
     return spans
 
 

@@ -34,16 +34,16 @@ class Summary(NamedTuple):
     step_s: float | None
     """From the end of a step, or the beginning of the block, to the end of the next step."""
     exposed_s: float | None
-    """The time of ``step()``, and of the norm before it. If a device runs behind the CPU, this includes the rest of its
-    backward, for which the CPU waits here."""
+    """The time of ``step()``, and of the norm before it. A device's begins when its backward has ended, however early
+    the CPU asks, and ends when its next forward may begin."""
     norm_s: float | None
     """The part of ``exposed_s`` that computes the norm of gradients, or waits for it."""
     host_bytes_per_second: float | None
     """Optimizer state read and written, over the time of all passes on the host."""
     to_host_bytes_per_second: float | None
-    """Gradients copied: a lower bound, since the time includes waiting for gradients that are not computed yet."""
+    """Gradients copied. With a simulated transfer a lower bound, since the time includes the waiting for a thread."""
     to_device_bytes_per_second: float | None
-    """New parameters copied: a lower bound."""
+    """New parameters copied, likewise."""
     hit_rate: float | None
     """The share of tiles stepped ahead that ``step()`` kept."""
     spares_used: int
@@ -204,16 +204,11 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
     if any(isinstance(each, EventRecorder) for each in optimizer._core.store.recorders):
         raise LongshoreError("this optimizer is being traced already; end the other block of longshore.trace first")
-    recorder = EventRecorder()
-    begin_ns = called_ns = time.perf_counter_ns()
-
-    def called(*_: Any) -> None:
-        nonlocal called_ns
-        called_ns = time.perf_counter_ns()
-
+    recorder = EventRecorder(optimizer._core.store.local.transfer.clock())
+    begin_ns = time.perf_counter_ns()
     hooks = [
-        optimizer.register_step_pre_hook(called),
-        optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
+        optimizer.register_step_pre_hook(lambda *_: recorder.calling_step()),
+        optimizer.register_step_post_hook(lambda *_: recorder.step()),
     ]
     result = Trace(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0, begin_ns)
     _record(optimizer, recorder, True)

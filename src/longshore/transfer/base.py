@@ -17,16 +17,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from longshore.accelerator import DeviceClock
+
 
 class CopyHandle(ABC):
     """Handle of one asynchronous copy; ``target`` has the bytes once the copy is done.
 
     Attributes:
         order: how many copies its stream had begun before.
+        timed: events of the device where the copy begins and ends, if the transfer times its copies.
     """
 
     target: Tensor
     order = 0
+    timed: tuple[Any, Any] | None = None
 
     @abstractmethod
     def done(self) -> bool:
@@ -168,6 +172,14 @@ class Transfer(ABC):
 
     def read_aside(self, source: Tensor) -> None:
         """Note that a block of :meth:`aside` reads ``source``, of which the caller may drop the last reference now."""
+        return
+
+    def clock(self) -> DeviceClock | None:
+        """Return a clock for the streams of the parameters' device; None where the host does all work itself."""
+        return None
+
+    def time_copies(self, timed: bool) -> None:
+        """Give later copies a pair of events with times, or no longer."""
         return
 
     def begin_job(self) -> None:

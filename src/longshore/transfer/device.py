@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.accelerator import current_stream_is, make_current
+from longshore.accelerator import DeviceClock, current_stream_is, make_current, timed_event, wait_for
 from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, Transfer, UnstagedTransfer
 from longshore.transfer.pinned import allocate_pinned
 
@@ -30,7 +30,7 @@ class DeviceCopy(CopyHandle):
 
     def wait(self) -> None:
         if not self.done():
-            self.event.synchronize()
+            wait_for(self.event)
             self._source = None
 
 
@@ -40,6 +40,7 @@ class DeviceCopyStream(CopyStream):
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
         self.stream = torch.Stream(device)
+        self.times_copies = False
 
     def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
         with current_stream_is(self.stream), torch.no_grad():
@@ -48,11 +49,14 @@ class DeviceCopyStream(CopyStream):
                 self.stream.wait_event(ready)
             if isinstance(after, DeviceCopy):
                 self.stream.wait_event(after.event)
+            begun = timed_event(self.stream) if self.times_copies else None
             target.copy_(source, non_blocking=True)
-            event = self.stream.record_event()
+            event = timed_event(self.stream) if self.times_copies else self.stream.record_event()
         # The handle keeps both tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
-        return DeviceCopy(source, target, event)
+        copy = DeviceCopy(source, target, event)
+        copy.timed = None if begun is None else (begun, event)
+        return copy
 
 
 class _BesideCurrent(Transfer):
@@ -62,6 +66,9 @@ class _BesideCurrent(Transfer):
         super().__init__(*args)
         self.device = device
         self._beside = torch.Stream(device)
+
+    def clock(self) -> DeviceClock:
+        return DeviceClock(self.device)
 
     def begin_job(self) -> None:
         make_current(self.device)
@@ -84,7 +91,7 @@ class _BesideCurrent(Transfer):
                 yield
             finally:
                 # Afterwards the caller may free what the block read, and every stream sees what it wrote.
-                self._beside.synchronize()
+                wait_for(self._beside.record_event())
 
     def read_aside(self, source: Tensor) -> None:
         # The stream that it was allocated on may use the memory again, but only once it has been read.
@@ -110,6 +117,9 @@ class DeviceTransfer(_BesideCurrent, StagedTransfer[DeviceCopyStream]):
 
     def allocate(self, num_bytes: int) -> Tensor:
         return allocate_pinned(num_bytes)
+
+    def time_copies(self, timed: bool) -> None:
+        self.to_host.times_copies = self.to_device.times_copies = timed
 
     def begin_publish(self) -> None:
         self.to_device.stream.wait_stream(self.stream())

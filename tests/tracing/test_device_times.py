@@ -1,0 +1,115 @@
+"""What a trace and a monitor say of a device has the device's times: the host asks early, and sees late."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from on_device import device_type, keep_busy
+from torch import nn
+
+import longshore
+from longshore.accelerator import current_stream_is
+from longshore.tiles.events import COPY_TO_HOST, PUBLISH
+from longshore.tracing.events import BACKWARD, STEP
+from longshore.transfer import DeviceTransfer
+
+pytestmark = pytest.mark.gpu
+
+LONG = 1_600_000_000
+"""Cycles: about 0.8 seconds."""
+LONG_NS = 0.7 * 1e9
+SHORT_NS = 0.35 * 1e9
+
+
+class Training:
+    def __init__(self, release: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(device_type())
+        self.optimizer = longshore.AdamW(self.model.parameters(), release_gradients=release)
+        self.step()
+
+    def backward(self) -> None:
+        loss = self.model(torch.ones(4, 16, device=device_type())).pow(2).mean()
+        keep_busy(LONG)  # the gradients are late, and the host is ahead
+        loss.backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("release", [False, True])
+def test_the_rest_of_the_backward_is_not_exposed(release: bool, clip: bool) -> None:
+    training = Training(release)
+    with longshore.trace(training.optimizer) as traced:
+        training.backward()
+        if clip:
+            training.optimizer.clip_grad_norm_(1.0)
+        training.optimizer.step()
+    exposed_s = traced.summary().exposed_s
+    assert exposed_s is not None and 0 < 1e9 * exposed_s < SHORT_NS
+    if release:  # else its gradients arrive in step()
+        (backward,) = (event for event in traced.events if event.name == BACKWARD)
+        assert backward.end_ns - backward.begin_ns > LONG_NS
+
+
+def test_a_copy_begins_when_it_runs() -> None:
+    training = Training(True)
+    with longshore.trace(training.optimizer) as traced:
+        training.step()
+    copies = [event for event in traced.events if event.name in (COPY_TO_HOST, PUBLISH)]
+    assert len(copies) == 8
+    step = next(event for event in traced.events if event.name == STEP)
+    for copy in copies:
+        assert 0 < copy.end_ns - copy.begin_ns < SHORT_NS
+        assert copy.num_bytes in (4 * 16, 4 * 16 * 16)
+        assert copy.name == COPY_TO_HOST or copy.begin_ns > step.begin_ns
+
+
+def test_what_the_next_forward_waits_for_is_exposed() -> None:
+    training = Training(True)
+    transfer = training.optimizer._core.store.transfer
+    assert isinstance(transfer, DeviceTransfer)
+    with longshore.trace(training.optimizer) as traced:
+        training.backward()
+        with current_stream_is(transfer.to_device.stream):
+            keep_busy(LONG)  # behind it the new parameters are late, from when the backward ends
+            keep_busy(LONG)
+        training.optimizer.step()
+    exposed_s = traced.summary().exposed_s
+    assert exposed_s is not None and 1e9 * exposed_s > LONG_NS
+
+
+def test_copies_are_timed_in_a_trace_alone() -> None:
+    training = Training(True)
+    transfer = training.optimizer._core.store.transfer
+    assert isinstance(transfer, DeviceTransfer)
+    with longshore.trace(training.optimizer):
+        assert transfer.to_host.times_copies and transfer.to_device.times_copies
+    assert not transfer.to_host.times_copies and not transfer.to_device.times_copies
+
+
+def test_a_monitor_has_the_devices_times(tmp_path: Path) -> None:
+    model = nn.Linear(16, 16).to(device_type())
+    config = longshore.Config(
+        offload_device="cpu",
+        optimizer={"type": "AdamW"},
+        csv_monitor={"output_path": str(tmp_path), "job_name": "run"},
+    )
+    engine = longshore.initialize(model=model, config=config).engine
+    for _ in range(2):
+        loss = engine(torch.ones(4, 16, device=device_type())).pow(2).mean()
+        keep_busy(LONG)
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    with open(tmp_path / "run/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    # The first step makes what later ones have.
+    assert 0 < 1e9 * float(rows[1]["Time/exposed_s"]) < SHORT_NS
