@@ -9,12 +9,15 @@ cache line and streaming stores find whole lines. The gaps are never read or wri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SEGMENT_ALIGNMENT = 16
 """Alignment of segments, in elements: 64 bytes of float32, or 32 bytes of bfloat16."""
+SMALL_NUMEL = 1 << 15
+"""Segments of fewer elements are small: gradients of less than 64 KiB in bfloat16. They come first in a buffer, one
+after the other, so that one copy can take them all."""
 
 
 class DimRange(NamedTuple):
@@ -37,6 +40,10 @@ class SegmentLayout:
     parameter_offset: int
     buffer_offset: int
     numel: int
+
+    @property
+    def small(self) -> bool:
+        return self.numel < SMALL_NUMEL
 
     @property
     def in_buffer(self) -> slice:
@@ -85,13 +92,14 @@ def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
     runs: list[TileCount] = []
     segments: list[SegmentLayout] = []
-    filled = buffer_end = 0
+    filled = 0
 
     def close(tiles: int = 1) -> None:
-        nonlocal filled, buffer_end
-        runs.append(TileCount(tiles, filled, buffer_end, tuple(segments)))
+        nonlocal filled
+        placed = tuple(_placed(segments))
+        runs.append(TileCount(tiles, filled, placed[-1].buffer_offset + align(placed[-1].numel), placed))
         segments.clear()
-        filled = buffer_end = 0
+        filled = 0
 
     for parameter, numel in parameters:
         if numel < 0:
@@ -100,13 +108,21 @@ def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple
         while offset < numel:
             count = min(numel - offset, tile_numel - filled)
             tiles = (numel - offset) // tile_numel if count == tile_numel else 1
-            segments.append(SegmentLayout(parameter, offset, buffer_end, count))
-            offset, filled, buffer_end = offset + tiles * count, filled + count, buffer_end + align(count)
+            segments.append(SegmentLayout(parameter, offset, 0, count))
+            offset, filled = offset + tiles * count, filled + count
             if filled == tile_numel:
                 close(tiles)
     if segments:
         close()
     return tuple(runs)
+
+
+def _placed(segments: Sequence[SegmentLayout]) -> Iterator[SegmentLayout]:
+    """Yield the segments of one tile, the small ones first, with their places in the buffer."""
+    buffer_end = 0
+    for segment in sorted(segments, key=lambda each: not each.small):
+        yield replace(segment, buffer_offset=buffer_end)
+        buffer_end += align(segment.numel)
 
 
 def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:

@@ -24,7 +24,7 @@ def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FIL
 MUTANTS = [
     _mutant(
         "a copy to the host does not wait for its mark",
-        "            if ready is not None:\n                self.stream.wait_event(ready)\n",
+        "            for mark in ready:\n                self.stream.wait_event(mark)\n",
         "",
         TRANSFER,
     ),
@@ -37,13 +37,13 @@ MUTANTS = [
     _mutant(
         "a copy does not keep its source",
         "        copy = DeviceCopy(source, target, event)\n",
-        "        copy = DeviceCopy(target, target, event)\n",
+        "        copy = DeviceCopy(copy_now, target, event)\n",
         TRANSFER,
     ),
     _mutant(
         "a copy is done before it has run",
-        "if self._source is not None and self.event.query():",
-        "if self._source is not None:",
+        "if self._kept is not None and self.event.query():",
+        "if self._kept is not None:",
         TRANSFER,
     ),
     _mutant("the host does not wait for a copy", "            wait_for(self.event)\n", "            pass\n", TRANSFER),
@@ -88,9 +88,10 @@ MUTANTS = [
     ),
     _mutant(
         "a copy blocks the host",
-        "target.copy_(source, non_blocking=True)",
-        "target.copy_(source)",
+        "if isinstance(source, Bundle) else source, non_blocking=True)",
+        "if isinstance(source, Bundle) else source)",
         TRANSFER,
+        file="transfer/base.py",
     ),
     _mutant(
         "a mark is one of another stream",

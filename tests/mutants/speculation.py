@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "an arrival leaves the step that it voids",
         "tiles/backend.py",
-        "        self.speculator.drop(tile)\n        if segment.arrivals == 1:\n",
-        "        if segment.arrivals == 1:\n",
+        "ready)\n        self.speculator.drop(tile)\n",
+        "ready)\n",
         (SPECULATION,),
     ),
     Mutant(
@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         "a tile that was stepped ahead is not published",
         "tiles/backend.py",
-        "            slot.last_publish = self._publish(tile, output, segment.part_of(step.target))\n",
-        "            pass\n",
+        "        self._publish(tile, slot, active, views)\n",
+        "",
         (SPECULATION,),
     ),
     Mutant(

@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "a copy does not own its source",
         FILE,
-        "self._source: Tensor | None = source",
-        "self._source: Tensor | None = None",
+        "self._source: Tensor | Bundle | None = source",
+        "self._source: Tensor | Bundle | None = None",
         (SIMULATED,),
     ),
     Mutant(

@@ -448,7 +448,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     store.settle()
     gate, late = threading.Event(), threading.Event()
     backend = store.backend
-    queue, sums = backend._queue_addition, store.kernels.block_sums
+    queue, sums = backend.arrivals._queue_addition, store.kernels.block_sums
 
     def slowly(tile: Any, segment: Any, *rest: Any) -> None:
         if tile is second and segment.layout.parameter == 0:
@@ -462,7 +462,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("it cannot be measured now")
         return sums(*arguments)
 
-    monkeypatch.setattr(backend, "_queue_addition", slowly)
+    monkeypatch.setattr(backend.arrivals, "_queue_addition", slowly)
     monkeypatch.setattr(store.kernels, "block_sums", failing)
     backend.worker.submit(gate.wait, 0)
     pair.backward()

@@ -22,6 +22,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout import align
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
+from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.events import PIPELINE_DEPTH
 from longshore.transfer import DeviceTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
@@ -482,7 +483,7 @@ def test_a_failure_before_the_first_tile_was_stepped(
             training.arrive(index, gradient)
     with monkeypatch.context() as patch:
         # Held: the first thing of a commit. Brought: in the second tile, while the first waits its turn.
-        owner, name = (training.transfer, "begin_publish") if hold else (training.transfer, "copy_to_host")
+        owner, name = (training.transfer, "begin_publish") if hold else (training.store.backend.arrivals, "bring")
         calls = fail_at(patch, owner, name, 1 if hold else 3, RuntimeError("no such copy"))
         with pytest.raises(RuntimeError, match="no such copy"):
             training.commit(gradients)
@@ -564,8 +565,9 @@ def test_a_copy_that_fails_on_its_way(train) -> None:
     training = train(SimulatedTransfer(1), numels=(30,), tile_numel=100)
     (tile,) = training.store.tiles
     training.store.arrive(0, training.gradient(0))
-    handle = tile.segments[0].handle
-    assert handle is not None
+    parcel = tile.parcel
+    assert parcel is not None and parcel is tile.segments[0].handle
+    (handle,) = parcel.begin()
     handle.wait()
     handle._failure = RuntimeError("lost on the way")  # type: ignore[attr-defined]
     for _ in range(2):
@@ -588,8 +590,9 @@ def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> 
     # Tiles: 40 | 25 + 15 | 5, each segment aligned to 16 elements.
     buffers = [48, 32 + 16, 16]
     assert [tile.layout.buffer_numel for tile in training.store.tiles] == buffers
-    slots = sum(-(-numel * dtype.itemsize // 64) * 64 for numel in buffers) if training.transfer.staged else 0
-    none = {"state": 12 * sum(buffers), "gradients": slots, "spares": 0, "staging": 0, "accumulators": 0}
+    padded = [-(-numel * dtype.itemsize // 64) * 64 for numel in buffers]
+    slots, landing = (sum(padded), LANDING_SLOTS * max(padded)) if training.transfer.staged else (0, 0)
+    none = {"state": 12 * sum(buffers), "gradients": slots, "spares": 0, "staging": landing, "accumulators": 0}
     assert training.store.host_bytes() == none
     gradients = training.gradients({0: 2, 2: 1})
     training.arrive(0, gradients[0][0])
@@ -626,7 +629,8 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
         slots = sum(4 * tile.layout.buffer_numel for tile in training.store.tiles)
         # The new parameters of low-precision tiles go out through a ring.
         assert training.store.host_bytes()["gradients"] == slots
-        assert training.store.host_bytes()["staging"] == PIPELINE_DEPTH * -(-2 * max(numel) // 64) * 64
+        landing = LANDING_SLOTS * -(-4 * max(numel) // 64) * 64
+        assert training.store.host_bytes()["staging"] == landing + PIPELINE_DEPTH * -(-2 * max(numel) // 64) * 64
 
 
 def test_buffers_come_with_the_first_values() -> None:

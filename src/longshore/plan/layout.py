@@ -13,6 +13,7 @@ from longshore.optim.offload import default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.reduction import SLICE_NUMEL, ReductionSettings
+from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.backend import kept_on_device
 from longshore.tiles.events import PIPELINE_DEPTH
 from longshore.tiles.memory import padded_bytes
@@ -213,14 +214,16 @@ def _store_bytes(
     ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: whether they are copied from a
     device.
     """
-    buffers = gradients = accumulators = tiles = 0
+    buffers = gradients = accumulators = tiles = landing = 0
     staged = []
     for run, dtype, gradient_dtype in groups:
         tiles += run.tiles
         arrays = layout.job.state_arrays - layout.own_master(dtype)
         buffers += run.tiles * _FLOAT_BYTES * arrays * run.buffer_numel
         if moves:
-            gradients += run.tiles * padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
+            slot_bytes = padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
+            gradients += run.tiles * slot_bytes
+            landing = max(landing, slot_bytes)
             if gradient_dtype != dtype:
                 staged.append(run.buffer_numel * dtype.itemsize)
         elif arrivals == 1:
@@ -231,7 +234,7 @@ def _store_bytes(
         "state": buffers,
         "gradients": gradients,
         "spares": spare_tiles(groups, layout.job.state_arrays, speculation)[1],
-        "staging": min(PIPELINE_DEPTH, tiles) * padded_bytes(max(staged)) if staged else 0,
+        "staging": LANDING_SLOTS * landing + (min(PIPELINE_DEPTH, tiles) * padded_bytes(max(staged)) if staged else 0),
         "accumulators": accumulators,
     }
 

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Outputs, Scale
+from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.events import (
-    ARRIVE,
-    ARRIVE_AGAIN,
-    COPY_TO_HOST,
     NO_RECORDER,
     PIPELINE_DEPTH,
-    PUBLISH,
     STEP_IN_PLACE,
     Move,
     Recorder,
     Recorders,
     commit_moves,
 )
-from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots, padded_bytes
+from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots, padded_bytes
+from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import SpeculationMemory, Speculator
 from longshore.tiles.steps import ParameterStep
@@ -110,6 +108,7 @@ class Backend:
         self.accumulators = BufferPool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
+        self.arrivals = Arrivals(transfer, kernels, self.accumulators, self.worker)
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not transfer.staged and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
@@ -138,6 +137,7 @@ class Backend:
             self._slot_bytes += slot_bytes
             for tile, slot in zip(added, slots, strict=True):
                 tile.slot = slot
+            self.arrivals.make_slots(max(sizes))
         else:
             for tile in self.tiles:
                 tile.slot = None  # the ring may free it
@@ -182,57 +182,22 @@ class Backend:
             "state": self.buffers.allocated_bytes,
             "gradients": self._slot_bytes + arrived,
             "spares": self.speculator.spare_bytes,
-            "staging": self._ring.allocated_bytes,
+            "staging": self._ring.allocated_bytes + self.arrivals.slot_bytes,
             "accumulators": self.accumulators.allocated_bytes,
         }
 
     # -- gradients ------------------------------------------------------------
 
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        """Take one more gradient of a segment into the window: the first is copied, each later one is added in float32.
-
-        This returns at once: the copy runs on its stream, the addition on the worker. One thread may call at a time.
-        """
-        tile.arrived(segment)
-        tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
+        """Take one more gradient of a segment into the window; see :meth:`Arrivals.bring`."""
+        self.arrivals.bring(tile, segment, gradient, ready)
         self.speculator.drop(tile)
-        if segment.arrivals == 1:
-            after = tile.slot.last_publish if tile.slot is not None else None
-            segment.handle = self._copy(tile, segment, gradient, ready, after)
-            segment.gradient = segment.handle.target
-        else:
-            self._queue_addition(tile, segment, gradient, ready)
-
-    def _copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        recorder = tile.recorder
-        begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
-        into = None if tile.slot is None else tile.slot.view(tile.gradient_dtype, segment.layout)
-        handle = self.transfer.copy_to_host(gradient, into, ready, after)
-        recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
-        return handle
-
-    def _queue_addition(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        if tile.accumulator is None:
-            tile.accumulator = self.accumulators.take(tile.layout.buffer_numel)
-        window = tile.window
-
-        def add() -> None:
-            if tile.window != window:
-                return
-            assert tile.accumulator is not None
-            total = tile.accumulator[0, segment.layout.in_buffer]
-            if not segment.summed:
-                self.kernels.accumulate(total, segment.wait(), add=False)
-                segment.summed, segment.gradient, segment.handle = True, total, None
-            # The slot is free again: its gradient is in the accumulator.
-            handle = self._copy(tile, segment, gradient, ready, None)
-            handle.wait()
-            self.kernels.accumulate(total, handle.target, add=True)
-
-        self.worker.submit(add, gradient.nbytes)
 
     def drain(self) -> BaseException | None:
         """Wait for every arrival and every step ahead; return the first failure since the last call, if any."""
+        for tile in self.tiles:
+            if tile.parcel is not None:
+                tile.parcel.begin()
         failure = self.worker.drain() if self.worker.used else None
         self.speculator.harvest()
         return failure
@@ -282,6 +247,8 @@ class Backend:
                 if step.gradient is not None:
                     assert segment.arrivals == 0  # the worker would still have to add a second one
                     self.bring(tile, segment, segment.part_of(step.gradient), ready)
+            if tile.parcel is not None:
+                tile.parcel.begin()
         self.transfer.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
@@ -291,9 +258,8 @@ class Backend:
         if slot is None:
             return False
         stepped.append(tile)  # its buffer is the new one: from here on there is no way back
-        for segment, step in active:
-            output = slot.view(tile.dtype, segment.layout)
-            slot.last_publish = self._publish(tile, output, segment.part_of(step.target))
+        views = [slot.view(tile.dtype, segment.layout) for segment, _ in active]
+        self._publish(tile, slot, active, views)
         return True
 
     def _written(self, tile: Tile, active: Active) -> bool:
@@ -305,11 +271,10 @@ class Backend:
             for segment, step in active
         )
 
-    def _publish(self, tile: Tile, output: Tensor, target: Tensor) -> CopyHandle:
-        begin_ns = tile.recorder.begin(PUBLISH, tile.layout.index)
-        handle = self.transfer.copy_to_device(output, target)
-        tile.recorder.copying(PUBLISH, tile.layout.index, handle, begin_ns)
-        return handle
+    def _publish(self, tile: Tile, slot: Slot | None, active: Active, outputs: Sequence[Tensor]) -> None:
+        pairs = zip(active, outputs, strict=True)
+        new = [NewValues(segment, output, segment.part_of(step.target)) for (segment, step), output in pairs]
+        publish(self.transfer, tile, slot, new)
 
     def _finish(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> None:
         segment_steps = []
@@ -328,10 +293,7 @@ class Backend:
         else:
             commit_tile(tile, segment_steps, scale, self.kernels)
         stepped.append(tile)
-        for (segment, step), (_, _, output) in zip(active, segment_steps, strict=True):
-            handle = self._publish(tile, output, segment.part_of(step.target))
-            if slot is not None:
-                slot.last_publish = handle
+        self._publish(tile, slot, active, [step.output for step in segment_steps])
         tile.output_slot = None
 
     def end_step(self, scale: Scale) -> None:

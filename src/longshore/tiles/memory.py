@@ -189,6 +189,11 @@ class Slot:
         """Return the elements of a tile's segment as ``dtype``."""
         return self._buffer.view(dtype)[segment.buffer_offset : segment.buffer_offset + segment.numel]
 
+    def view_of_run(self, dtype: torch.dtype, run: Sequence[SegmentLayout]) -> tuple[Tensor, list[int]]:
+        """Return the elements of neighbors as ``dtype``, and the first element of each there."""
+        first, last = run[0].buffer_offset, run[-1].buffer_offset + run[-1].numel
+        return self._buffer.view(dtype)[first:last], [segment.buffer_offset - first for segment in run]
+
 
 def padded_bytes(size: int) -> int:
     """Return the number of bytes that a slot of ``size`` bytes takes in its block."""

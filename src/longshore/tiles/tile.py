@@ -15,6 +15,7 @@ from longshore.kernels import HostRule, Outputs, TileSegment
 from longshore.layout import SegmentLayout, TileLayout, plan_tiles
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.memory import BufferPool, Slot
+from longshore.tiles.parcels import Parcel
 from longshore.transfer import CopyHandle
 
 
@@ -91,8 +92,10 @@ TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items
 class Segment:
     """One parameter's range of a tile, with its gradient of the window."""
 
-    def __init__(self, layout: SegmentLayout) -> None:
+    def __init__(self, layout: SegmentLayout, place: int) -> None:
         self.layout = layout
+        self.place = place
+        """How many segments are before this one in the buffer."""
         self.expected = 0
         """Number of arrivals in this window if it is like the last one; 0: unknown."""
         self.clear()
@@ -157,7 +160,8 @@ class Tile:
         self.outputs = outputs
         """What the memory that a step in place writes new parameters to has before it."""
         self.recorder: Recorder = NO_RECORDER
-        self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
+        self.segments = {segment.parameter: Segment(segment, place) for place, segment in enumerate(layout.segments)}
+        self._small = [segment for segment in self.segments.values() if segment.layout.small]
         self.output_bytes = layout.buffer_numel * dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
         """Whether new parameters can replace their gradients in memory, element by element."""
@@ -179,6 +183,10 @@ class Tile:
         """Number of segments that still expect gradients."""
         self._expects = False
         """Whether any segment expects gradients in this window, arrived ones included."""
+        self.small_expected = len(self._small)
+        """Number of small segments that expect gradients in this window; all, if it is not known."""
+        self.parcel: Parcel | None = None
+        """The small gradients of this window that arrived last, to be copied together."""
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
         """The buffer that a step ahead of the verdict has written."""
@@ -229,6 +237,7 @@ class Tile:
     def _count_missing(self) -> None:
         self._missing = sum(segment.arrivals < segment.expected for segment in self.segments.values())
         self._expects = any(segment.expected > 0 for segment in self.segments.values())
+        self.small_expected = sum(segment.expected > 0 for segment in self._small) or len(self._small)
 
     def forget(self, segment: Segment) -> int:
         """Drop one segment's gradient, and return how many other segments have one."""
@@ -292,6 +301,7 @@ class Tile:
                 segment.expected = segment.arrivals
             segment.clear()
         self.filled = 0
+        self.parcel = None
         self._count_missing()
         self.window += 1
         self.version += 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from longshore.accelerator import is_accelerator
-from longshore.transfer.base import CopyHandle, DirectTransfer, FinishedCopy, Transfer, wait_for_all
+from longshore.transfer.base import Bundle, CopyHandle, DirectTransfer, FinishedCopy, Transfer, wait_for_all
 from longshore.transfer.device import DeviceTransfer, ResidentTransfer
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
+    "Bundle",
     "CopyHandle",
     "DeviceTransfer",
     "DirectTransfer",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -20,10 +20,55 @@ from torch import Tensor
 from longshore.accelerator import DeviceClock
 
 
+class Bundle:
+    """Tensors of one dtype and device that are copied together.
+
+    Args:
+        parts: each tensor, flat, with its first element in the target. Elements between them have no meaning there.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, int]]) -> None:
+        self._tensors = [tensor for tensor, _ in parts]
+        self._offsets = [offset for _, offset in parts]
+        self.device = self._tensors[0].device
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors)
+
+    def gathered(self, numel: int) -> Tensor:
+        """Return a copy of all of them in one tensor of ``numel`` elements."""
+        like = self._tensors[0]
+        whole = torch.empty(numel, dtype=like.dtype, device=like.device)
+        places = zip(self._offsets, self._tensors, strict=True)
+        torch._foreach_copy_([whole[offset : offset + each.numel()] for offset, each in places], self._tensors)
+        return whole
+
+    def scatter(self, whole: Tensor) -> None:
+        """Write the parts of ``whole`` to the tensors."""
+        places = zip(self._offsets, self._tensors, strict=True)
+        torch._foreach_copy_(self._tensors, [whole[offset : offset + each.numel()] for offset, each in places])
+
+
+def whole_of(source: Tensor | Bundle, target: Tensor | Bundle) -> Tensor:
+    """Return which of them is in one piece: the target, if both are."""
+    found = source if isinstance(target, Bundle) else target
+    assert isinstance(found, Tensor)
+    return found
+
+
+def copy_now(source: Tensor | Bundle, target: Tensor | Bundle) -> None:
+    """Copy on the current stream. What passes through a tensor of its own there is one of that stream, whose later
+    copies may have the memory at once."""
+    if isinstance(target, Bundle):
+        assert isinstance(source, Tensor)
+        target.scatter(source.to(target.device, non_blocking=True, copy=True))
+    else:
+        target.copy_(source.gathered(target.numel()) if isinstance(source, Bundle) else source, non_blocking=True)
+
+
 class CopyHandle(ABC):
-    """Handle of one asynchronous copy; ``target`` has the bytes once the copy is done.
+    """Handle of one asynchronous copy.
 
     Attributes:
+        target: has the bytes once the copy is done; of a copy to several tensors, the memory that is copied.
         order: how many copies its stream had begun before.
         timed: events of the device where the copy begins and ends, if the transfer times its copies.
     """
@@ -43,7 +88,7 @@ class CopyHandle(ABC):
 
 def wait_for_all(copies: Iterable[CopyHandle]) -> None:
     """Wait for copies of one stream. They run one after the other, so the host waits for the last one alone."""
-    for copy in sorted(copies, key=lambda each: each.order, reverse=True):
+    for copy in sorted(set(copies), key=lambda each: each.order, reverse=True):
         copy.wait()
 
 
@@ -77,9 +122,12 @@ class CopyStream(ABC):
         self._bytes = 0
         self._begun = 0
 
-    def enqueue(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        """Copy ``source`` to ``target`` once ``ready`` (see :meth:`Transfer.mark`) is reached and ``after`` is done."""
-        source_bytes = source.numel() * source.element_size()
+    def enqueue(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
+        """Copy ``source`` to ``target`` once each of ``ready`` (see :meth:`Transfer.mark`) is reached, and ``after``
+        is done."""
+        source_bytes = source.nbytes
         with self._lock:
             while self._copies and (self._copies[0][0].done() or self._bytes + source_bytes > self.limit_bytes):
                 self._retire()
@@ -91,7 +139,9 @@ class CopyStream(ABC):
         return handle
 
     @abstractmethod
-    def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
+    def _start(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
         """Start the copy on the stream; the caller has acquired the lock."""
 
     def drain(self) -> None:
@@ -135,6 +185,17 @@ class Transfer(ABC):
         Without staging, the handle's target is the source itself.
         """
 
+    @property
+    def most_together(self) -> int:
+        """How many bytes may wait in device memory to be copied together."""
+        return 0
+
+    def copy_together(
+        self, bundle: Bundle, buffer: Tensor, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
+        """Copy several device tensors into ``buffer`` at once; only with staging. See :meth:`copy_to_host`."""
+        raise NotImplementedError
+
     @abstractmethod
     def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
         """Return the tensor to which the kernel writes new values: ``buffer``, or the parameter itself."""
@@ -147,6 +208,10 @@ class Transfer(ABC):
     @abstractmethod
     def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
         """Copy the new values of a parameter back to it."""
+
+    def copy_apart(self, outputs: Tensor, parameters: Bundle) -> CopyHandle:
+        """Copy new values of several parameters back to them at once; only with staging."""
+        raise NotImplementedError
 
     def end_publish(self) -> None:
         """Make all later work of the current stream wait for the copies to the device."""
@@ -209,14 +274,26 @@ class StagedTransfer(Transfer, Generic[Stream]):
 
     def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
         assert buffer is not None
-        return self.to_host.enqueue(source, buffer, ready, after)
+        return self.to_host.enqueue(source, buffer, [] if ready is None else [ready], after)
+
+    @property
+    def most_together(self) -> int:
+        return self.to_host.limit_bytes // 2  # while these wait, others may be on their way
+
+    def copy_together(
+        self, bundle: Bundle, buffer: Tensor, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
+        return self.to_host.enqueue(bundle, buffer, ready, after)
 
     def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
         assert buffer is not None
         return buffer
 
     def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return self.to_device.enqueue(output, parameter, None, None)
+        return self.to_device.enqueue(output, parameter, [], None)
+
+    def copy_apart(self, outputs: Tensor, parameters: Bundle) -> CopyHandle:
+        return self.to_device.enqueue(outputs, parameters, [], None)
 
     def end_publish(self) -> None:
         # There is no device stream that could wait for the copies, so the host waits.

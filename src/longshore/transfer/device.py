@@ -6,32 +6,41 @@ They use what ``torch.accelerator`` has for every type of device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.accelerator import DeviceClock, current_stream_is, make_current, timed_event, wait_for
-from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, Transfer, UnstagedTransfer
+from longshore.transfer.base import (
+    Bundle,
+    CopyHandle,
+    CopyStream,
+    StagedTransfer,
+    Transfer,
+    UnstagedTransfer,
+    copy_now,
+    whole_of,
+)
 from longshore.transfer.pinned import allocate_pinned
 
 
 class DeviceCopy(CopyHandle):
-    def __init__(self, source: Tensor, target: Tensor, event: torch.Event) -> None:
-        self.target = target
+    def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event) -> None:
+        self.target = whole_of(source, target)
         self.event = event
-        self._source: Tensor | None = source
+        self._kept: object = source, target
 
     def done(self) -> bool:
-        if self._source is not None and self.event.query():
-            self._source = None
-        return self._source is None
+        if self._kept is not None and self.event.query():
+            self._kept = None
+        return self._kept is None
 
     def wait(self) -> None:
         if not self.done():
             wait_for(self.event)
-            self._source = None
+            self._kept = None
 
 
 class DeviceCopyStream(CopyStream):
@@ -42,17 +51,19 @@ class DeviceCopyStream(CopyStream):
         self.stream = torch.Stream(device)
         self.times_copies = False
 
-    def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
+    def _start(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
         with current_stream_is(self.stream), torch.no_grad():
             # Only the device waits for these events; the host goes on at once.
-            if ready is not None:
-                self.stream.wait_event(ready)
+            for mark in ready:
+                self.stream.wait_event(mark)
             if isinstance(after, DeviceCopy):
                 self.stream.wait_event(after.event)
             begun = timed_event(self.stream) if self.times_copies else None
-            target.copy_(source, non_blocking=True)
+            copy_now(source, target)
             event = timed_event(self.stream) if self.times_copies else self.stream.record_event()
-        # The handle keeps both tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
+        # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
         copy = DeviceCopy(source, target, event)
         copy.timed = None if begun is None else (begun, event)

@@ -12,19 +12,19 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer
+from longshore.transfer.base import Bundle, CopyHandle, CopyStream, StagedTransfer, copy_now, whole_of
 
 
 class SimulatedCopy(CopyHandle):
-    def __init__(self, source: Tensor, target: Tensor) -> None:
-        self.target = target
-        self._source: Tensor | None = source
+    def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle) -> None:
+        self.target = whole_of(source, target)
+        self._source: Tensor | Bundle | None = source
         self._finished = threading.Event()
         self._failure: BaseException | None = None
 
@@ -59,7 +59,9 @@ class SimulatedCopyStream(CopyStream):
         self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
-    def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
+    def _start(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
+    ) -> CopyHandle:
         if not self._stop.alive:
             raise RuntimeError("a copy was enqueued on a copy stream that is closed")
         handle = SimulatedCopy(source, target)
@@ -76,7 +78,7 @@ class SimulatedCopyStream(CopyStream):
                 if delay_s > 0:
                     self.delays += 1
                     time.sleep(delay_s)
-                _copy_now(weak_source, target)
+                _copy_from(weak_source, target)
             except BaseException as error:
                 failure = error
             if (alive := weak_handle()) is not None:
@@ -91,12 +93,12 @@ class SimulatedCopyStream(CopyStream):
         self._thread.join()
 
 
-def _copy_now(weak_source: weakref.ref[Tensor], target: Tensor) -> None:
+def _copy_from(weak_source: weakref.ref[Tensor | Bundle], target: Tensor | Bundle) -> None:
     source = weak_source()
     if source is None:
         raise RuntimeError("the source of a copy was freed before the copy ran")
     with torch.no_grad():
-        target.copy_(source)
+        copy_now(source, target)
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

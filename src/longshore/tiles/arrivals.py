@@ -1,0 +1,129 @@
+"""Arrivals: gradients of a window on their way into one backend's memory, and the sums of several of one parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.kernels import Kernels
+from longshore.tiles.events import ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
+from longshore.tiles.memory import BufferPool, Slot, cut_slots
+from longshore.tiles.parcels import Entry, Parcel
+from longshore.tiles.tile import Segment, Tile
+from longshore.tiles.worker import JobRunner
+from longshore.transfer import Bundle, CopyHandle, Transfer
+
+LANDING_SLOTS = 2
+"""While the host adds a later gradient from one slot, the next one is copied to the other."""
+
+
+class Arrivals:
+    """Gradients on their way in: the first of each segment is copied, each later one is added in float32.
+
+    Args:
+        transfer: copies them.
+        kernels: add them.
+        accumulators: pool for the sums.
+        worker: runs the additions.
+    """
+
+    def __init__(self, transfer: Transfer, kernels: Kernels, accumulators: BufferPool, worker: JobRunner) -> None:
+        self._transfer = transfer
+        self._kernels = kernels
+        self._accumulators = accumulators
+        self._worker = worker
+        self._landing_bytes = 0
+        self._landing: deque[Slot] = deque()
+        """Slots that no later gradient is in or on its way to. The worker gives them back."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return LANDING_SLOTS * self._landing_bytes
+
+    def make_slots(self, num_bytes: int) -> None:
+        """Make sure that later gradients of tiles of ``num_bytes`` have slots. Nothing is on its way."""
+        if num_bytes > self._landing_bytes:
+            slots, allocated_bytes = cut_slots(self._transfer, [num_bytes] * LANDING_SLOTS)
+            self._landing, self._landing_bytes = deque(slots), allocated_bytes // LANDING_SLOTS
+
+    def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
+        """Take one more gradient of a segment into the window.
+
+        This returns at once: the copy runs on its stream, the addition on the worker. One thread may call at a time.
+        """
+        tile.arrived(segment)
+        tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
+        entry = Entry(segment.place, segment.layout, gradient, ready)
+        if segment.arrivals > 1:
+            self._queue_addition(tile, segment, entry)
+        elif tile.slot is None or not segment.layout.small:
+            segment.handle = self._copy(tile, entry, tile.slot)
+            segment.gradient = segment.handle.target
+        else:
+            segment.handle, segment.gradient = (
+                self._parcel(tile, entry),
+                tile.slot.view(tile.gradient_dtype, entry.segment),
+            )
+
+    def _parcel(self, tile: Tile, entry: Entry) -> Parcel:
+        """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
+        if tile.parcel is None or not tile.parcel.add(entry):
+            tile.parcel = Parcel(tile.small_expected, self._transfer.most_together, partial(self._copy_run, tile))
+            tile.parcel.add(entry)
+        return tile.parcel
+
+    def _copy(self, tile: Tile, entry: Entry, slot: Slot | None) -> CopyHandle:
+        into = after = None
+        if slot is not None:
+            into, after = slot.view(tile.gradient_dtype, entry.segment), slot.last_publish
+        begin_ns = tile.recorder.begin(COPY_TO_HOST, tile.layout.index)
+        handle = self._transfer.copy_to_host(entry.gradient, into, entry.ready, after)
+        tile.recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
+        return handle
+
+    def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[CopyHandle]:
+        """Copy gradients of neighbors: together, if the device has memory to gather them."""
+        slot = tile.slot
+        assert slot is not None
+        if len(run) > 1:
+            into, offsets = slot.view_of_run(tile.gradient_dtype, [entry.segment for entry in run])
+            bundle = Bundle([(entry.gradient, offset) for entry, offset in zip(run, offsets, strict=True)])
+            ready = [entry.ready for entry in run if entry.ready is not None]
+            begin_ns = tile.recorder.begin(COPY_TO_HOST, tile.layout.index)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                handle = self._transfer.copy_together(bundle, into, ready, slot.last_publish)
+                tile.recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
+                return [handle]
+        return [self._copy(tile, entry, slot) for entry in run]
+
+    def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
+        if tile.accumulator is None:
+            tile.accumulator = self._accumulators.take(tile.layout.buffer_numel)
+        window = tile.window
+        slot = self._landing.popleft() if self._landing else None
+        copied = None if slot is None else self._copy(tile, entry, slot)
+
+        def add() -> None:
+            try:
+                if tile.window != window:
+                    return
+                assert tile.accumulator is not None
+                total = tile.accumulator[0, segment.layout.in_buffer]
+                if not segment.summed:
+                    self._kernels.accumulate(total, segment.wait(), add=False)
+                    segment.summed, segment.gradient, segment.handle = True, total, None
+                # The tile's slot is free again: its gradient is in the accumulator.
+                handle = copied or self._copy(tile, entry, tile.slot)
+                handle.wait()
+                self._kernels.accumulate(total, handle.target, add=True)
+            finally:
+                if slot is not None:
+                    self._landing.append(slot)
+
+        self._worker.submit(add, entry.gradient.nbytes)

@@ -1,0 +1,262 @@
+"""Small gradients of a tile travel together, and later ones land while the host adds: the same sums."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiles.test_store import BF16, STAGED, Training, train
+
+from longshore import layout
+from longshore.tiles.arrivals import LANDING_SLOTS
+from longshore.transfer import Bundle, SimulatedTransfer
+
+__all__ = ["train"]  # the fixture
+
+SMALL = 20
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL_NUMEL", SMALL)
+
+
+@pytest.fixture
+def publishes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parameters each copy from the host of the simulated transfer had."""
+    found: list[int] = []
+    alone, apart = SimulatedTransfer.copy_to_device, SimulatedTransfer.copy_apart
+
+    def recorded_alone(self: Any, *rest: Any) -> Any:
+        found.append(1)
+        return alone(self, *rest)
+
+    def recorded_apart(self: Any, outputs: Any, bundle: Bundle) -> Any:
+        found.append(len(bundle._tensors))
+        return apart(self, outputs, bundle)
+
+    monkeypatch.setattr(SimulatedTransfer, "copy_to_device", recorded_alone)
+    monkeypatch.setattr(SimulatedTransfer, "copy_apart", recorded_apart)
+    return found
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients each copy to the host of the simulated transfer had."""
+    found: list[int] = []
+    enqueue = SimulatedTransfer.copy_to_host, SimulatedTransfer.copy_together
+
+    def alone(self: Any, *rest: Any) -> Any:
+        found.append(1)
+        return enqueue[0](self, *rest)
+
+    def together(self: Any, bundle: Bundle, *rest: Any) -> Any:
+        found.append(len(bundle._tensors))
+        return enqueue[1](self, bundle, *rest)
+
+    monkeypatch.setattr(SimulatedTransfer, "copy_to_host", alone)
+    monkeypatch.setattr(SimulatedTransfer, "copy_together", together)
+    return found
+
+
+NUMELS = (7, 30, 1, 19, 20, 12)
+"""In two tiles of 60 elements: 7, 1, 19 | 30, of the last one 3, and 12 | 17 of the last but one."""
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["brought", "held"])
+def test_small_gradients_of_a_tile_travel_together(train: Any, copies: list[int], hold: bool) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60, hold=hold)
+    assert [[segment.numel for segment in tile.layout.segments] for tile in training.store.tiles] == [
+        [7, 1, 19, 3, 30],
+        [17, 12],
+    ]
+    for _ in range(2):  # nothing is known of the first window
+        copies.clear()
+        training.window(dict.fromkeys(range(6), 1))
+        assert sorted(copies) == [1, 2, 4]
+        training.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("hold", [False, True], ids=["brought", "held"])
+def test_new_values_of_small_parameters_travel_together(
+    train: Any, publishes: list[int], hold: bool, dtype: torch.dtype
+) -> None:
+    """But for those between two that are stepped, which somebody may write meanwhile."""
+    training = train(
+        SimulatedTransfer(0, 0.001),
+        (7, 30, 1, 19),
+        (dtype,),
+        60,
+        hold=hold,
+        gradient_dtype=torch.float32 if hold else None,
+    )
+    training.window(dict.fromkeys(range(4), 1))
+    assert sorted(publishes) == [1, 3]
+    training.check()
+    publishes.clear()
+    training.window({0: 1, 3: 1})
+    assert sorted(publishes) == [1, 1]
+    training.check()
+
+
+def test_new_values_travel_alone_where_the_device_has_no_memory_left(
+    train: Any, publishes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(training.transfer, "copy_apart", full)
+    training.window(dict.fromkeys(range(6), 1))
+    assert publishes == [1] * 7
+    training.check()
+
+
+def test_those_that_are_expected_do_not_wait_for_others(train: Any, copies: list[int]) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
+    training.window({0: 1, 2: 1})
+    gradients = training.gradients({0: 1, 2: 1})
+    copies.clear()
+    training.arrive(0, gradients[0][0])
+    assert copies == []
+    training.arrive(2, gradients[2][0])
+    assert copies == [2]
+    training.commit(gradients)
+    training.check()
+
+
+def test_what_arrived_before_between_others_stays(train: Any, copies: list[int]) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(7, 8, 9), tile_numel=60)
+    gradients = training.gradients({0: 1, 1: 1, 2: 1})
+    training.arrive(1, gradients[1][0])
+    training.store.settle()
+    for index in (0, 2):
+        training.arrive(index, gradients[index][0])
+    training.commit(gradients)
+    assert copies == [1, 1, 1]
+    training.check()
+
+
+def test_few_bytes_wait_where_few_may_be_on_their_way(train: Any, copies: list[int]) -> None:
+    transfer = SimulatedTransfer(0, 0.001, in_flight_bytes=2 * 4 * (7 + 8))
+    training = train(transfer, numels=(7, 8, 9, 10), tile_numel=60)
+    gradients = training.gradients(dict.fromkeys(range(4), 1))
+    for index in range(4):
+        training.arrive(index, gradients[index][0])
+    assert copies == [2, 2]
+    training.commit(gradients)
+    training.check()
+
+
+def test_each_travels_alone_where_the_device_has_no_memory_left(
+    train: Any, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(training.transfer, "copy_together", full)
+    training.window(dict.fromkeys(range(6), 1))
+    assert copies == [1] * 7
+    training.check()
+
+
+def test_a_window_that_is_discarded_takes_what_waits_along(train: Any, copies: list[int]) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
+    training.arrive(0, training.gradient(0))
+    training.store.discard()
+    assert all(tile.parcel is None for tile in training.store.tiles)  # nothing keeps its gradients
+    training.window({0: 1, 2: 1, 3: 1})
+    training.check()
+
+
+@pytest.mark.parametrize("transfer", STAGED)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_arrivals(train: Any, transfer: Callable[[], Any], dtype: torch.dtype, seed: int) -> None:
+    """Windows with gradients that are missing, come again, are forgotten, or come after the store was asked."""
+    dice = random.Random(seed)
+    training: Training = train(transfer(), numels=NUMELS, dtypes=(dtype,), tile_numel=60)
+    for _ in range(12):
+        arrived: dict[int, list[torch.Tensor]] = {}
+        for index in dice.choices(range(6), k=dice.randrange(1, 14)):
+            gradient = training.gradient(index)
+            training.arrive(index, gradient)
+            arrived.setdefault(index, []).append(gradient)
+            if dice.random() < 0.15:
+                training.store.settle()
+            if dice.random() < 0.1:
+                training.store.discard(index)
+                del arrived[index]
+        if dice.random() < 0.2:
+            training.store.discard()
+            continue
+        training.commit(arrived)
+        training.check()
+
+
+@pytest.fixture
+def busy_worker() -> Iterator[Callable[[Training], threading.Event]]:
+    """Keeps the worker of a store busy until the event is set, or the test is over."""
+    gates: list[threading.Event] = []
+
+    def keep(training: Training) -> threading.Event:
+        gates.append(threading.Event())
+        training.store.backend.worker.submit(gates[-1].wait, 0)
+        return gates[-1]
+
+    yield keep
+    for gate in gates:
+        gate.set()
+
+
+def test_later_gradients_land_before_the_host_adds_them(
+    train: Any, copies: list[int], busy_worker: Callable[[Training], threading.Event]
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(30, 40), tile_numel=100)
+    gradients = training.gradients({0: 3, 1: 2})
+    training.arrive(0, gradients[0][0])
+    training.arrive(1, gradients[1][0])
+    gate = busy_worker(training)
+    copies.clear()
+    training.arrive(0, gradients[0][1])
+    training.arrive(1, gradients[1][1])
+    assert copies == [1] * LANDING_SLOTS
+    training.arrive(0, gradients[0][2])  # both slots are taken: it waits for the host
+    assert copies == [1] * LANDING_SLOTS
+    gate.set()
+    training.commit(gradients)
+    assert len(copies) == LANDING_SLOTS + 1
+    training.check()
+    copies.clear()
+    again = training.gradients({0: 1 + LANDING_SLOTS})
+    training.arrive(0, again[0][0])
+    gate = busy_worker(training)
+    for gradient in again[0][1:]:
+        training.arrive(0, gradient)
+    assert len(copies) == 1 + LANDING_SLOTS, "the slots came back"
+    gate.set()
+    training.commit(again)
+    training.check()
+
+
+def test_slots_come_back_from_a_window_that_was_discarded(
+    train: Any, busy_worker: Callable[[Training], threading.Event]
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(30,), tile_numel=100)
+    for _ in range(2):
+        gate = busy_worker(training)
+        for _ in range(1 + LANDING_SLOTS):
+            training.arrive(0, training.gradient(0))
+        gate.set()
+        training.store.discard()
+    assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+    training.window({0: 2})
+    training.check()
