@@ -63,11 +63,11 @@ def test_a_copy_begins_when_it_runs() -> None:
     with longshore.trace(training.optimizer) as traced:
         training.step()
     copies = [event for event in traced.events if event.name in (COPY_TO_HOST, PUBLISH)]
-    assert len(copies) == 8
+    assert sorted(copy.name for copy in copies) == [COPY_TO_HOST, PUBLISH]  # all are small and travel together
     step = next(event for event in traced.events if event.name == STEP)
     for copy in copies:
         assert 0 < copy.end_ns - copy.begin_ns < SHORT_NS
-        assert copy.num_bytes in (4 * 16, 4 * 16 * 16)
+        assert copy.num_bytes == 4 * (2 * 16 + 2 * 16 * 16)
         assert copy.name == COPY_TO_HOST or copy.begin_ns > step.begin_ns
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from longshore.accelerator import DeviceClock
 
+_copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # one kernel for many small tensors
+
 
 class Bundle:
     """Tensors of one dtype and device that are copied together.
@@ -38,13 +40,13 @@ class Bundle:
         like = self._tensors[0]
         whole = torch.empty(numel, dtype=like.dtype, device=like.device)
         places = zip(self._offsets, self._tensors, strict=True)
-        torch._foreach_copy_([whole[offset : offset + each.numel()] for offset, each in places], self._tensors)
+        _copy_each([whole[offset : offset + each.numel()] for offset, each in places], self._tensors)
         return whole
 
     def scatter(self, whole: Tensor) -> None:
         """Write the parts of ``whole`` to the tensors."""
         places = zip(self._offsets, self._tensors, strict=True)
-        torch._foreach_copy_(self._tensors, [whole[offset : offset + each.numel()] for offset, each in places])
+        _copy_each(self._tensors, [whole[offset : offset + each.numel()] for offset, each in places])
 
 
 def whole_of(source: Tensor | Bundle, target: Tensor | Bundle) -> Tensor:
