@@ -23,6 +23,7 @@ from benchmarks import (
     overlap,
     plan,
     plan_ranks,
+    tile_sizes,
     tracing,
     whole_step,
 )
@@ -36,6 +37,7 @@ class Part(str, Enum):
 
     host_step = "host-step"
     many_parameters = "many-parameters"
+    tile_sizes = "tile-sizes"
     whole_step = "whole-step"
     host_memory = "host-memory"
     engine = "engine"
@@ -57,6 +59,13 @@ def _many_parameters(quick: bool, threads: int, python: str) -> tuple[Any, list[
     settings = many_parameters.Settings(counts, numels, large, threads, 2 if quick else 15)
     results = measure_in_child("many_parameters", vars(settings), threads)
     return results, many_parameters.rows(results)
+
+
+def _tile_sizes(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    tiles, counts = ([1 << 20, 1 << 22], [1, 2]) if quick else ([1 << 20, 1 << 22, 1 << 24, 1 << 26], [1, 2, 4, 8])
+    settings = tile_sizes.Settings(1 << 22 if quick else 1 << 26, tiles, counts, 2 if quick else 15)
+    results = measure_in_child("tile_sizes", vars(settings), 1)
+    return results, tile_sizes.rows(results)
 
 
 def _whole_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -124,6 +133,7 @@ def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
 _MEASURE = {
     Part.host_step: _host_step,
     Part.many_parameters: _many_parameters,
+    Part.tile_sizes: _tile_sizes,
     Part.whole_step: _whole_step,
     Part.host_memory: _host_memory,
     Part.engine: _engine,

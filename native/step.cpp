@@ -154,6 +154,15 @@ bool reads_another_output(const TileStep& tile) {
     return false;
 }
 
+// Elements that one thread takes at a time, of so many: four turns for each thread, so that
+// all are busy and none waits long for the last one, but no more than a cache holds, and no
+// fewer than are worth taking.
+std::int64_t piece_numel(std::int64_t numel, int threads) {
+    constexpr std::int64_t least = 1 << 13, unit = 1 << 10;
+    const std::int64_t share = numel / (4 * static_cast<std::int64_t>(threads)) / unit * unit;
+    return std::clamp(share, least, kPieceNumel);
+}
+
 void run_pieces(const TileStep& tile, const RuleEntry& rule, const std::vector<float>& scalars, ThreadPool& pool) {
     // Cut the elements of all segments into pieces of equal size, so that a tile of
     // a thousand biases is shared out like a tile of one matrix.
@@ -161,10 +170,11 @@ void run_pieces(const TileStep& tile, const RuleEntry& rule, const std::vector<f
     ends.reserve(tile.segments.size());
     std::int64_t total = 0;
     for (const Segment& segment : tile.segments) ends.push_back(total += segment.numel);
-    const std::size_t pieces = static_cast<std::size_t>((total + kPieceNumel - 1) / kPieceNumel);
+    const std::int64_t each = piece_numel(total, pool.threads());
+    const std::size_t pieces = static_cast<std::size_t>((total + each - 1) / each);
     pool.run(pieces, [&](std::size_t piece) {
-        std::int64_t at = static_cast<std::int64_t>(piece) * kPieceNumel;
-        const std::int64_t end = std::min(at + kPieceNumel, total);
+        std::int64_t at = static_cast<std::int64_t>(piece) * each;
+        const std::int64_t end = std::min(at + each, total);
         std::size_t index = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), at) - ends.begin());
         for (; at < end; ++index) {
             const Segment& segment = tile.segments[index];

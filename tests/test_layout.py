@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import SEGMENT_ALIGNMENT, align, count_tiles, plan_tiles
+from longshore.layout import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel, plan_tiles
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 
@@ -49,6 +49,36 @@ def test_buffer_offsets_are_aligned_and_disjoint(numels: list[int], tile_numel: 
             assert right.buffer_offset == left.buffer_offset + align(left.numel)
         last = tile.segments[-1]
         assert tile.buffer_numel == last.buffer_offset + align(last.numel)
+
+
+def test_small_segments_come_first_in_their_order() -> None:
+    large, small = SMALL_NUMEL, SMALL_NUMEL - 1
+    (tile,) = plan_tiles([(0, large), (1, 5), (2, large + 1), (3, small), (4, 0), (5, 1)], 1 << 20)
+    assert [segment.parameter for segment in tile.segments] == [1, 3, 5, 0, 2]
+    assert [segment.small for segment in tile.segments] == [True] * 3 + [False] * 2
+    first, last = plan_tiles([(0, 100), (1, large)], large)
+    assert [(each.parameter, each.parameter_offset) for each in first.segments] == [(0, 0), (1, 0)]
+    assert [(each.parameter, each.parameter_offset) for each in last.segments] == [(1, large - 100)]
+    # The rest of a large parameter may be small.
+    assert last.segments[0].small and first.segments[1].numel != large
+
+
+@pytest.mark.parametrize(
+    ("staged", "threads", "expected"),
+    [
+        (True, 1, 4),
+        (True, 16, 4),
+        (True, 17, 8),
+        (True, 64, 16),
+        (True, 192, 32),
+        (True, 4096, 32),
+        (False, 1, 16),
+        (False, 64, 16),
+        (False, 65, 32),
+    ],
+)
+def test_the_default_tile_grows_with_the_threads(staged: bool, threads: int, expected: int) -> None:
+    assert default_tile_numel(staged, threads) == expected << 20
 
 
 @given(st.integers(0, 10**12))

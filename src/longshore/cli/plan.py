@@ -96,6 +96,7 @@ class DescribedMachine(CommandSettings):
 
     hosts: Annotated[int | None, _described("Number of hosts.", at_least=1)] = None
     host_bytes_per_s: Annotated[Rate, _rate("A host's memory bandwidth: 400GB/s.", flag="--host-bandwidth")] = None
+    host_threads: Annotated[int | None, _described("CPUs of a host, for all its ranks.", at_least=1)] = None
     link_bytes_per_s: Annotated[Rate, _rate("From host to GPU, in one direction: 50GB/s.", flag="--link")] = None
     peers_bytes_per_s: Annotated[Rate, _rate("From GPU to GPU in a host.", flag="--peers")] = None
     network_bytes_per_s: Annotated[Rate, _rate("Between hosts, for each GPU: 400Gbit/s.", flag="--network")] = None

@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from longshore.byte_sizes import format_byte_size
 from longshore.cli.terminal import make_console, print_lines, quantity
+from longshore.layout import default_tile_numel
 
 if TYPE_CHECKING:
     from longshore.report import Figures, Finding, Machine
@@ -82,6 +83,7 @@ def _sections(machine: Machine) -> dict[str, Rows]:
             ("name", cpu.name),
             ("CPUs", f"{len(cpu.usable)} of {cpu.logical} usable{quota}"),
             ("instructions", f"{cpu.instruction_set} (torch: {cpu.torch_instruction_set})"),
+            ("tiles", _tiles(len(cpu.usable))),
             ("caches", ", ".join(f"{name} {size >> 10} KiB" for name, size in cpu.caches.items()) or _UNKNOWN),
             ("NUMA nodes", "; ".join(f"{node}: {cpus}" for node, cpus in cpu.numa_nodes.items()) or _UNKNOWN),
         ],
@@ -103,6 +105,11 @@ def _sections(machine: Machine) -> dict[str, Rows]:
             ("reaches", ", ".join(f"cuda:{peer}" for peer in gpu.peers) or "no other"),
         ]
     return sections
+
+
+def _tiles(threads: int) -> str:
+    here, copied = (default_tile_numel(staged, threads) >> 20 for staged in (False, True))
+    return f"of {here} Mi elements, {copied} Mi where they are copied from a device, for {threads} threads"
 
 
 def _figures(figures: Figures) -> Rows:

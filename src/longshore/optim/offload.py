@@ -13,14 +13,10 @@ from torch import Tensor
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.layout import default_tile_numel
 from longshore.optim.shards import flat, held_part
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import DirectTransfer, ResidentTransfer, SimulatedTransfer, Transfer, transfer_for
-
-
-def default_tile_numel(staged: bool) -> int:
-    """Return the default number of elements of a tile; ``staged``: whether tiles are copied."""
-    return 1 << 22 if staged else 1 << 24
 
 
 class StoreFactory(ABC):
@@ -65,7 +61,8 @@ class Offload(StoreFactory):
             nothing is copied. On CUDA the latter needs Triton. For CPU parameters the two are the same.
         tile_numel: elements a tile: the unit that is copied, stepped and copied back. Default: 4 Mi, which is 8 MiB of
             bfloat16 and some 300 microseconds of a PCIe 4 link; 16 Mi where nothing is copied, since a call for each
-            tile is then all that smaller ones bring.
+            tile is then all that smaller ones bring. With more than 16 threads, 256 Ki for each, at most 32 Mi
+            (``longshore report`` says it).
         threads: host threads that step; default: what ``longshore launch`` granted, or else one for each CPU that the
             process may use, whatever ``OMP_NUM_THREADS`` says. Optimizers with equal ``threads`` and ``cpu_set`` share
             them.
@@ -183,7 +180,8 @@ class Offload(StoreFactory):
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
-        tile_numel = self.tile_numel or default_tile_numel(transfer.staged)
+        threads = kernels.threads if isinstance(kernels, HostKernels) else 1
+        tile_numel = self.tile_numel or default_tile_numel(transfer.staged, threads)
         return BackendSettings(
             transfer, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
         )

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.layout import TileCount, count_tiles
-from longshore.optim.offload import default_tile_numel
+from longshore.layout import TileCount, count_tiles, default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.reduction import SLICE_NUMEL, ReductionSettings
@@ -83,8 +82,11 @@ class RankLayout:
         return self.ranks > 1 and settings.each_backward
 
 
-def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
-    """Return the layout of one of ``ranks`` ranks; rank 0 stores the most, except for padding.
+def lay_out(
+    model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0, threads: int = 1
+) -> RankLayout:
+    """Return the layout of one of ``ranks`` ranks, with ``threads`` on the host; rank 0 stores the most, except for
+    padding.
 
     ``model`` has its own dtypes, and is cast to the job's here. ``staged``: whether parameters are on a device with its
     own memory.
@@ -106,8 +108,8 @@ def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, stage
     gradient_dtype = None if ranks == 1 else torch.float32
     on_host = [(index, each.numel - kept[index], each.dtype) for index, each in enumerate(owned)]
     on_device = [(index, kept[index], each.dtype) for index, each in enumerate(owned)]
-    host = _tiles(on_host, job.tile_numel or default_tile_numel(moves), gradient_dtype)
-    device = _tiles(on_device, job.tile_numel or default_tile_numel(False), gradient_dtype)
+    host = _tiles(on_host, job.tile_numel or default_tile_numel(moves, threads), gradient_dtype)
+    device = _tiles(on_device, job.tile_numel or default_tile_numel(False, 1), gradient_dtype)
     if staged and choice.offload == "none":
         host, device = (), host
     return RankLayout(model, job, choice, ranks, staged, tuple(owned), tuple(buckets), host, device, tuple(numels))

@@ -93,7 +93,12 @@ class PlanMachine:
     bookkeeping_s: float = 0.0  # time that each parameter adds to ``step()``, besides moving bytes
     reduce_bytes_per_s: float | None = None  # what is sent and also added up; None: as ``exchange_bytes_per_s``
     unshard_bytes_per_s: float = math.inf  # for stage 3's copies of gathered parameters; not counted on devices
+    host_threads: int = 0  # of each host, for all of its ranks; 0: not known
     assumptions: Sequence[str] = ()  # figures that were neither measured nor given, in words
+
+    @property
+    def threads_of_a_rank(self) -> int:
+        return max(1, self.host_threads // self.ranks_per_host)
 
 
 class GpuSheet(NamedTuple):
@@ -153,6 +158,7 @@ class Description(NamedTuple):
     hosts: int = 1
     host_memory_bytes: int | None = None
     host_bytes_per_s: float | None = None
+    host_threads: int | None = None
     link_bytes_per_s: float | None = None
     peers_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
@@ -168,8 +174,8 @@ def described(given: Description) -> PlanMachine:
     Raises:
         ValueError: the GPU is unknown, or a figure is out of range or missing.
     """
-    for count, what in ((given.gpus, "gpus"), (given.hosts, "hosts")):
-        if count < 1:
+    for count, what in ((given.gpus, "gpus"), (given.hosts, "hosts"), (given.host_threads, "host_threads")):
+        if count is not None and count < 1:
             raise ValueError(f"{what} must be at least 1, and is {count}")
     if not 0 < given.efficiency <= 1:
         raise ValueError(f"efficiency is a share of the peak, above 0 and up to 1, and is {given.efficiency:g}")
@@ -212,6 +218,7 @@ def described(given: Description) -> PlanMachine:
         latency_s=LATENCY_S,
         compute=PeakCompute(given.efficiency * peak, device_speed),
         bookkeeping_s=_BOOKKEEPING_S,
+        host_threads=given.host_threads or 0,
         assumptions=tuple(assumptions),
     )
 

@@ -331,6 +331,7 @@ def of_figures(
         device_memory_bytes_per_s=_device_speed(gpus[0].name) if gpus else copied,
         latency_s=LATENCY_S if gpus else _MEETING_S,
         compute=compute,
+        host_threads=figures.threads,
         assumptions=tuple(assumptions),
         **measured,
     )

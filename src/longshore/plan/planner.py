@@ -149,7 +149,7 @@ class Planner:
     def count(self, choice: PlanChoice) -> Candidate:
         """Return the choice with its bytes."""
         machine = self.machine
-        layout = lay_out(self.model, self.job, choice, machine.ranks, machine.staged)
+        layout = lay_out(self.model, self.job, choice, machine.ranks, machine.staged, threads=machine.threads_of_a_rank)
         counted = count_bytes(layout)
         device, host = counted.device_total, counted.host_total
         if not machine.staged:

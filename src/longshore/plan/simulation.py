@@ -152,7 +152,7 @@ def simulate(
     model: PlannedModel, machine: PlanMachine, job: Job, choice: PlanChoice, layout: RankLayout | None = None
 ) -> Simulation:
     """Simulate one step; ``layout`` is what :func:`~longshore.plan.layout.lay_out` returns for this choice."""
-    layout = layout or lay_out(model, job, choice, machine.ranks, machine.staged)
+    layout = layout or lay_out(model, job, choice, machine.ranks, machine.staged, threads=machine.threads_of_a_rank)
     return _Step(machine, job, layout).run()
 
 

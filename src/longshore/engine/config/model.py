@@ -127,7 +127,8 @@ class Config(FrozenModel):
             returns None otherwise unless clipping or ``loss_scaling`` needs the norm. No weight depends on it.
         gather_on_save: what ``engine.zero_gather_16bit_weights_on_model_save()`` returns, by which Accelerate and
             transformers decide whether they save whole weights at stage 3. ``save_16bit_model()`` always does.
-        tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
+        tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied;
+            with more than 16 host threads more, up to 33554432.
         threads: host threads that step. Default: the ranks of a machine share the CPUs that they may use, with a
             thread for each CPU.
         cpu_set: logical CPUs that those threads may run on. Default: any.
