@@ -121,6 +121,9 @@ def test_a_launcher_of_several_machines_is_refused() -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     missing = run(*RUN, str(tmp_path / "nothing.py"))
     assert missing.returncode == 2 and "there is no script" in missing.stderr
+    launcher = run(*RUN, "deepspeed", "--num_gpus=2", __file__, PATH=str(tmp_path))
+    assert launcher.returncode == 2
+    assert "torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT" in " ".join(launcher.stderr.split())
     undecided = run(*FORMER[:-1], __file__)
     assert undecided.returncode == 2 and "the command is longshore run-deepspeed SCRIPT" in undecided.stderr
 

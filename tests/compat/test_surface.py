@@ -90,6 +90,25 @@ def test_one_configuration() -> None:
         deepspeed.initialize(model=model, config=NAMED, mpu=object())
 
 
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    """Also where the engine is given its content, changed; a tool that reads the file itself leaves its keys."""
+    content = {**NAMED, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    args = argparse.Namespace(deepspeed_config=str(path))
+    dict_of_a_tool = "config (a dict; a tool may have read it from your file)"
+    for given, source in (
+        ({"args": args}, str(path)),
+        ({"config": path}, str(path)),
+        ({"config_params": content}, dict_of_a_tool),
+    ):
+        with pytest.raises(deepspeed.DeepSpeedConfigError) as caught:
+            deepspeed.initialize(model=nn.Linear(4, 4), **given)
+        assert str(caught.value).startswith(
+            f'{source} has 1 problem:\n  zero_optimization.offload_optimizer.device = "nvme": '
+        )
+
+
 def test_there_is_a_group_of_one() -> None:
     assert not dist.is_initialized()
     engine = started(nn.Linear(2, 2), config=NAMED)

@@ -82,7 +82,10 @@ def _program(name: str) -> str:
     """Return the path of a program on the PATH that is a Python script, as pip installs them."""
     path = None if os.sep in name else shutil.which(name)
     if path is None:
-        raise SettingsError(f"there is no script {name}")
+        from longshore.compat.absent import NAME, advice
+
+        instead = f"; {advice('launcher.launch')}" if name == NAME else ""
+        raise SettingsError(f"there is no script {name}{instead}")
     with open(path, "rb") as file:
         start = file.read(1024)
     # pip writes "#!/bin/sh" and a line with exec where the path of python is long.

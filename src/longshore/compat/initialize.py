@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
 from longshore.compat.engine_calls import answer_as_deepspeed
 from longshore.compat.zero import policy_for
-from longshore.engine import Config
+from longshore.engine import Config, ConfigError
 from longshore.engine.config.load import read_config
 from longshore.engine.kept import GivenConfig
 from longshore.engine.setup import Initialized
@@ -52,8 +53,9 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     from_args = getattr(args, "deepspeed_config", None)
     given = [each for each in (config, config_params, from_args) if each is not None]
+    source = "config"
     if len(given) == 1:
-        config, args = read_config(given[0])[1], None
+        (source, config), args = read_config(given[0]), None
     elif config is None:
         config = config_params  # longshore.initialize() raises if none is given, or several
     whole = config
@@ -65,25 +67,39 @@ def initialize(
     if evaluates:
         config, lr_scheduler, model_parameters = for_evaluation(config), None, None
         optimizer = _never_stepped(model)
-    made = own.initialize(
-        args,
-        model,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        mpu=mpu,
-        collate_fn=collate_fn,
-        config=_measuring(config),
-        mesh_param=mesh_param,
-        wrap_policy=policy_for(model, config),
-    )
+    with _errors_of(source):
+        made = own.initialize(
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            mpu=mpu,
+            collate_fn=collate_fn,
+            config=_measuring(config),
+            mesh_param=mesh_param,
+            wrap_policy=policy_for(model, config),
+        )
     made.engine._given = GivenConfig.among([whole])
     answer_as_deepspeed(made.engine, config, optimizer)
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer
         return made._replace(optimizer=None)
     return made
+
+
+@contextlib.contextmanager
+def _errors_of(source: str) -> Iterator[None]:
+    """Name the file in errors about its content, which the engine is given as a changed dict.
+
+    transformers and Accelerate read the file that a user names, and pass on a dict that does not know it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        of_a_tool = " (a dict; a tool may have read it from your file)" if source == "config" else ""
+        raise ConfigError(f"{source}{of_a_tool}", error.problems) from None
 
 
 def _never_stepped(model: nn.Module | None) -> Optimizer:
