@@ -133,6 +133,11 @@ def test_calls_that_are_not_there_say_what_to_do(engine: Any, name: str) -> None
         getattr(engine, name)
 
 
+def test_any_other_name_says_where_settings_and_calls_are(engine: Any) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'zero_overlap_comm'; settings are in engine\.config"):
+        _ = engine.zero_overlap_comm
+
+
 def test_arguments_of_the_schedule() -> None:
     model = nn.Linear(2, 2)
     given: list[Any] = []

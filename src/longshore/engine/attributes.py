@@ -25,6 +25,10 @@ _INSTEAD_OF_ASSIGNING = {
     "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary()",
 }
 
+_ELSE = (
+    "settings are in engine.config, and docs/from_deepspeed.md lists the names of DeepSpeed's engine that this one has"
+)
+
 
 class EngineAttributes(nn.Module):
     """Looks up names of DeepSpeed's engine and those of the model, and sees every assignment or refuses it.
@@ -45,7 +49,7 @@ class EngineAttributes(nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {_ELSE}") from None
         return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
 
     def __setattr__(self, name: str, value: Any) -> None:
