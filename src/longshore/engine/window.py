@@ -68,11 +68,15 @@ class BatchSizes:
         return train_batch_size // unit
 
 
+class LossError(ValueError, AssertionError):
+    """An argument that is not a loss. It is an AssertionError too, since DeepSpeed asserts against it."""
+
+
 def check_loss(loss: object, call: str) -> None:
-    """Raise ValueError unless ``loss``, an argument of the engine's ``call``, is a tensor of one element."""
+    """Raise LossError unless ``loss``, an argument of the engine's ``call``, is a tensor of one element."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"engine.{call}() takes a loss of one element, not {found}; reduce it, with mean() say")
+        raise LossError(f"engine.{call}() takes a loss of one element, not {found}; reduce it, with mean() say")
 
 
 class Window:
