@@ -6,6 +6,7 @@ At the end each rank prints the losses of all its forwards. Float32 masters are 
 from dataclasses import dataclass, field
 
 import torch
+from differences import compute_as_torch, pass_through
 from masters import MasterArguments, save_masters, train_by_hand
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Tr
 class ModelArguments:
     model: str = field(default="", metadata={"help": "a folder for from_pretrained; without it, random weights"})
     lora: bool = field(default=False, metadata={"help": "train adapters"})
+    pass_through: bool = field(default=False, metadata={"help": "modules as in DeepSpeed's stage 3"})
+    compute_as_torch: bool = field(default=False, metadata={"help": "have DeepSpeed clip and step as torch does"})
 
 
 class Tokens(Dataset):
@@ -49,6 +52,10 @@ def main() -> None:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    if chosen.pass_through:
+        pass_through(model)
+    if chosen.compute_as_torch:
+        compute_as_torch()
     losses: list[float] = []
     model.register_forward_hook(lambda *called: losses.append(called[-1].loss.item()))
     trainer = Trainer(model, args, train_dataset=Tokens(32, 0), eval_dataset=Tokens(8, 1))
