@@ -135,6 +135,8 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
 
     # Otherwise torchrun sets the variable to 1, and prints that; each rank sets its own value.
     os.environ.setdefault("OMP_NUM_THREADS", str(bindings[0].torch_threads))
+    # An engine has more streams than CUDA has hardware queues by default, and two in one queue wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     content = {"program": list(program), "bindings": [json.loads(each.to_json()) for each in bindings]}
     os.environ["LONGSHORE_LAUNCH"] = json.dumps(content)
     folder = str(Path(start.__file__).parent)

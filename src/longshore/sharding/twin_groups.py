@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from longshore.errors import LongshoreError
 
 
 def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
@@ -47,8 +51,41 @@ class Twins(NamedTuple):
     control: Any
 
 
+LEAST_QUEUES = 8
+"""CUDA's default number of hardware queues, for streams that run at once."""
+
+
+def refuse_ordered_launches(environ: Mapping[str, str]) -> None:
+    """Refuse settings with which CUDA runs collectives in the order in which this process launches them.
+
+    The thread of collectives launches its own beside those of the training thread (FSDP2's gathers, SyncBatchNorm's
+    means), and which of two comes first differs between ranks. That is no harm where both run at once.
+
+    Raises:
+        LongshoreError: one of them is set.
+    """
+    queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdigit() and int(queues) < LEAST_QUEUES:
+        setting = f"CUDA_DEVICE_MAX_CONNECTIONS={queues}"
+        what = f"unset it, or set it to {LEAST_QUEUES} or more (at most 32)"
+    elif environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0"):
+        setting, what = "NCCL_LAUNCH_ORDER_IMPLICIT=1", "unset it"
+    else:
+        return
+    raise LongshoreError(
+        f"{setting} lets a rank's collectives run in the order in which its threads launch them, which is another one "
+        f"on each rank, so that ranks could wait for each other for ever: {what}"
+    )
+
+
 def twins_of(group: Any, device: torch.device, ranks: list[int] | None = None) -> Twins:
-    """Make both groups; see :func:`twin_of`."""
+    """Make both groups; see :func:`twin_of`.
+
+    Raises:
+        LongshoreError: see :func:`refuse_ordered_launches`.
+    """
+    if device.type == "cuda":
+        refuse_ordered_launches(os.environ)
     data = twin_of(group, device, ranks=ranks)
     return Twins(data, data if device.type == "cpu" else twin_of(group, device, "gloo", ranks))
 
