@@ -25,7 +25,7 @@ $(SETUP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 demo: $(SETUP)
 	$(BIN)/longshore demo
 
-test: $(SETUP)
+test: $(SETUP) test-device
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # Tests in processes whose accelerator is the simulated one.
