@@ -5,7 +5,7 @@ order of operations, and where each rounds, gives the host kernel's bits: its
 float32 operations and square root round to nearest even as a GPU's ``.rn``
 instructions do, and its fma rounds once (checked here, as older ones did not).
 That the compiler emits just those instructions is seen in the assembly
-(``test_device.py``). What is left to a GPU is the launch itself.
+(``test_triton_rules.py``). What is left to a GPU is the launch itself.
 """
 
 from __future__ import annotations
