@@ -66,6 +66,26 @@ settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def triton_on_the_device() -> Iterator[bool]:
+    """Whether Triton's kernels run on the accelerator; on the simulated one they do, by Triton's interpreter."""
+    if device_type() != "sim":
+        yield device_type() == "cuda"
+        return
+    pytest.importorskip("triton")
+    from simulated_device.triton_kernels import interpreted_kernels
+
+    with interpreted_kernels():
+        yield True
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton(request: pytest.FixtureRequest) -> None:
+    marked = request.node.get_closest_marker("triton") is not None
+    if marked and not request.getfixturevalue("triton_on_the_device"):
+        pytest.skip("Triton compiles no kernels for this accelerator")
+
+
 @pytest.fixture(autouse=True)
 def _takes_ctrl_c() -> Iterator[None]:
     """A test that leaves another handler of Ctrl-C behind fails, and not one that comes later."""

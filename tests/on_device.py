@@ -9,14 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
-def runs_triton() -> bool:
-    """Whether Triton compiles kernels for the accelerator."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == "cuda"
-
-
-needs_triton = pytest.mark.skipif(not runs_triton(), reason="Triton compiles no kernels for this accelerator")
+needs_triton = pytest.mark.triton
 NONE = pytest.param("none", marks=needs_triton)
 """``Offload(device="none")``, whose state stays on the device."""
 

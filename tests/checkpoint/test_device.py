@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import NONE, device_type, runs_triton
+from on_device import NONE, device_type
 from support import batch, small_model
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def state_of(model: Any, optimizer: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("device", ["cpu", NONE])
-def test_training_goes_on(device: str, ahead: bool, tmp_path: Path) -> None:
+def test_training_goes_on(device: str, ahead: bool, tmp_path: Path, triton_on_the_device: bool) -> None:
     options: dict[str, Any] = {"speculation_memory": "100%"} if ahead and device == "cpu" else {}
     ends = []
     for disturbed in (False, True):
@@ -52,7 +52,7 @@ def test_training_goes_on(device: str, ahead: bool, tmp_path: Path) -> None:
                 writer.go_on.set()
                 longshore.wait_for_checkpoint()
             train(model, optimizer, 5, 2)
-            others = [(device_type(), "none")] if runs_triton() else []
+            others = [(device_type(), "none")] if triton_on_the_device else []
             for place, other_device in (*others, (device_type(), "cpu"), ("cpu", "cpu")):
                 other, its = make(other_device, place, tile_numel=48)
                 longshore.load(tmp_path, other, its)

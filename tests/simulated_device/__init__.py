@@ -5,6 +5,8 @@
 - **Streams** are threads. What is launched runs later, after a random delay, so that a missing wait gives wrong values.
 - **Pinned memory**: a copy from or to it is asynchronous; one with pageable memory is as CUDA's is.
 - **Budget**: an allocation beyond it is ``torch.OutOfMemoryError``.
+- **Triton's kernels**: a launch returns at once, and Triton's interpreter runs the kernel later, on the thread of the
+  stream, one kernel at a time over all streams. Tests that are marked ``triton`` have them.
 - **Counts** of launches, copies, bytes each way and waits of the host: :func:`counts`.
 - **Two devices**, and collectives (``simccl``) that run on streams of their own.
 

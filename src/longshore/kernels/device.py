@@ -22,6 +22,9 @@ from longshore.kernels.reference import checksums, float32_bytes, sums_of_square
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
 
+_TRITON_DEVICES = {"cuda"}
+"""Types of devices that Triton compiles these kernels for."""
+
 
 class DeviceKernels:
     """Triton kernels over the tensors of one CUDA device.
@@ -193,7 +196,7 @@ class DeviceKernels:
 def checksums_on(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
     """Return :meth:`DeviceKernels.checksums`, or the same in plain torch, which takes more passes over the memory, on
     the CPU and where Triton does not work."""
-    if device.type == "cuda":
+    if device.type in _TRITON_DEVICES:
         with contextlib.suppress(Exception):  # no Triton, or no compiler for its launchers
             return DeviceKernels(device).checksums
     return checksums
@@ -206,7 +209,7 @@ BlockSums = Callable[[Sequence[Sequence[Tensor]], Scale], list[list[float]]]
 def block_sums_on(device: torch.device) -> BlockSums:
     """Return :meth:`DeviceKernels.block_sums`, or where Triton does not work sums in plain torch, whose order, and so
     the last bits of float64, is torch's own."""
-    if device.type == "cuda":
+    if device.type in _TRITON_DEVICES:
         with contextlib.suppress(Exception):  # no Triton, or no compiler for its launchers
             return DeviceKernels(device).block_sums
     return sums_of_squares

@@ -2,6 +2,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/extension.h>
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -11,6 +12,23 @@
 #include "streams.h"
 
 namespace py = pybind11;
+
+namespace {
+
+std::function<void()> work_of(py::object function) {
+  auto* kept = new py::object(std::move(function));
+  return [kept] {
+    py::gil_scoped_acquire gil;
+    std::unique_ptr<py::object> owned(kept);
+    try {
+      (*owned)();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());  // that of Python may not leave this block
+    }
+  };
+}
+
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace simulated;
@@ -49,17 +67,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       std::this_thread::sleep_for(std::chrono::microseconds(us));
     });
   });
-  // A function of Python that a stream runs, as collectives do.
+  // Functions of Python that a stream runs: at once when it gets there, as collectives do, or as kernels run.
   module.def("call_on_stream", [](int device, int64_t stream, py::object function) {
-    auto* kept = new py::object(std::move(function));
-    queue_of(device, stream).put([kept] {
-      py::gil_scoped_acquire gil;
-      std::unique_ptr<py::object> owned(kept);
-      try {
-        (*owned)();
-      } catch (const py::error_already_set& error) {
-        throw std::runtime_error(error.what());  // that of Python may not leave this block
-      }
-    });
+    queue_of(device, stream).put(work_of(std::move(function)));
+  });
+  module.def("launch", [](int device, int64_t stream, py::object function) {
+    launch(stream_of(device, stream), work_of(std::move(function)));
   });
 }
