@@ -34,7 +34,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     "direct": lambda: longshore.Offload(tile_numel=100),
     "none": lambda: longshore.Offload(device="none"),
     "simulated": simulated,
-    "split": lambda: longshore.Offload(100, transfer=longshore.SimulatedTransfer(seed=1), ratio=0.5),
+    "split": lambda: longshore.Offload(100, transfer=longshore.SimulatedTransfer(seed=1), ratio=0.3),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,7 +17,7 @@ from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ShardedStore
-from longshore.tiles import SpeculationRecord
+from longshore.tiles import SpeculationRecord, TileStore
 
 _MOST_ROWS = 60
 
@@ -61,7 +61,9 @@ class Explanation:
     world_size: int
     offload: str
     ratio: float
-    """The offloaded share of the optimizer's state; 1.0 with parameters in host memory."""
+    """The share of the optimizer's state that should be on the host; 1.0 with parameters in host memory."""
+    offloaded_share: float
+    """The share that is there, of this rank's elements: parameters are divided at few places."""
     buckets: tuple[BucketRow, ...]
     tiles: int
     tile_numel: int
@@ -81,7 +83,8 @@ class Explanation:
                 console = Console(width=max(console.width, 160))
         where = f"optimizer state on {'the host' if self.offload == 'cpu' else 'the device'}"
         if self.offload == "cpu" and self.ratio < 1.0:
-            where = f"{self.ratio:.0%} of optimizer state on the host, the rest on the device"
+            share = f"{self.offloaded_share:.0%} of optimizer state on the host (ratio {self.ratio:g})"
+            where = f"{share}, the rest on the device"
         console.print(
             f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {where}, {self.tiles} tiles of up "
             f"to {self.tile_numel:,} elements"
@@ -152,6 +155,7 @@ def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Bi
         world_size=ranks.world_size,
         offload=config.offload_device,
         ratio=config.offload_ratio if len(local.backends) > 1 else 1.0,
+        offloaded_share=_offloaded_share(local),
         buckets=tuple(buckets),
         tiles=len(local.tiles),
         tile_numel=max((tile.layout.numel for tile in local.tiles), default=0),
@@ -161,3 +165,9 @@ def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Bi
         speculation=optimizer.speculation,
         cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
     )
+
+
+def _offloaded_share(local: TileStore) -> float:
+    """Return the share of a store's elements that do not stay on the device for ``ratio``; 1.0 without elements."""
+    offloaded, both = (sum(tile.layout.numel for tile in tiles) for tiles in (local.backend.tiles, local.tiles))
+    return offloaded / both if both > 0 else 1.0

@@ -6,6 +6,7 @@ tiles and publishes them, several at a time.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -66,13 +67,22 @@ def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
 
 
 def divided(parameters: Iterable[tuple[int, int, torch.dtype]], ratio: float) -> tuple[list[Range], list[Range]]:
-    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others."""
+    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others. Warns if less
+    than a quarter of what ``ratio`` leaves on the device stays there."""
     entries = list(parameters)
+    numels = [numel for _, numel, _ in entries]
+    kept_numels = kept_on_device(numels, ratio)
+    share = sum(kept_numels) / sum(numels) if sum(numels) > 0 else 1.0
+    if share < (1.0 - ratio) / 4:
+        warnings.warn(
+            f"ratio={ratio:g} leaves {1.0 - ratio:.0%} of the optimizer's state on the device, and {share:.0%} stays "
+            f"there: the first parameters stay, and what is left is too small for a part of the next one "
+            f"({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep all of it there",
+            stacklevel=2,
+        )
     kept: list[Range] = []
     rest: list[Range] = []
-    for (index, numel, dtype), stays in zip(
-        entries, kept_on_device([numel for _, numel, _ in entries], ratio), strict=True
-    ):
+    for (index, numel, dtype), stays in zip(entries, kept_numels, strict=True):
         kept.append((index, 0, stays, dtype))
         rest.append((index, stays, numel - stays, dtype))
     return kept, rest
