@@ -85,7 +85,7 @@ def make_engine(setting: Setting, seed: int = 0) -> Any:
         transfer=longshore.SimulatedTransfer(3, 0.0005) if staged else None,
         device=config.offload_device,
         speculation_memory="100%" if setting.ahead else 0,
-        ratio=0.3 if setting.place == "split" else 1.0,
+        ratio=0.2 if setting.place == "split" else 1.0,
     )
     blocks = (lambda _, module: isinstance(module, Block)) if setting.stage == 3 else None
     return longshore.initialize(

@@ -91,7 +91,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
         transfer=transfer,
         device=config.offload_device,
         speculation_memory=0 if ahead == "off" else "100%",
-        ratio=0.3 if place.endswith("split") else 1.0,
+        ratio=0.2 if place.endswith("split") else 1.0,
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))

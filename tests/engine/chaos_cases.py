@@ -93,7 +93,7 @@ class Schedule:
             transfer=longshore.SimulatedTransfer(seed, self.most_s) if staged else None,
             device="none" if self.place == "none" else "cpu",
             speculation_memory=0 if self.ahead == "off" else self.dice.choice(["50%", "100%"]),
-            ratio=0.3 if self.place == "split" else 1.0,
+            ratio=0.2 if self.place == "split" else 1.0,
         )
 
     def window(self) -> Window:

@@ -3,7 +3,7 @@ accelerator."""
 
 from __future__ import annotations
 
-from mutants.mutant import Mutant
+from mutants.mutant import SPLIT, Mutant
 
 FILE = "transfer/device.py"
 TRANSFER = "tests/transfer/test_device.py"
@@ -13,6 +13,7 @@ ENGINE = "tests/engine/test_on_device.py"
 CAPTURE = "tests/simulated_device/test_capture.py"
 TIMES = "tests/tracing/test_device_times.py"
 COUNTED = "tests/simulated_device/test_counted.py"
+RESIDENT = "tests/simulated_device/test_triton_kernels.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -264,5 +265,33 @@ MUTANTS = [
         "pinned = tensor",
         COUNTED,
         file="kernels/device.py",
+    ),
+    _mutant(
+        "a table of segments stays in host memory",
+        "return pinned.to(self.device, non_blocking=True)",
+        "return pinned",
+        RESIDENT,
+        file="kernels/device.py",
+    ),
+    _mutant(
+        "sums of squares do not wait for the device",
+        "numpy.add.accumulate(sums.cpu().numpy(), axis=1)",
+        "numpy.add.accumulate(sums.to('cpu', non_blocking=True).numpy(), axis=1)",
+        RESIDENT,
+        file="kernels/device.py",
+    ),
+    _mutant(
+        "state that stays is stepped on a stream beside the current one",
+        "        with self._current():\n            self._triton.step_tile",
+        "        with torch.Stream(self.device):\n            self._triton.step_tile",
+        RESIDENT,
+        file="kernels/device.py",
+    ),
+    _mutant(
+        "less state than asked for stays on the device and nobody says it",
+        "    if share < (1.0 - ratio) / 4:\n",
+        "    if False:\n",
+        f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",
+        file="tiles/backend.py",
     ),
 ]
