@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     _mutant(
         "copies are not timed",
-        "            begun = timed_event(self.stream) if self.times_copies else None\n",
+        "            begun = timed_event(self.stream) if timed else None\n",
         "            begun = None\n",
         TIMES,
     ),

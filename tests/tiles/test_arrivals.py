@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiles.test_store import BF16, STAGED, Training, train
+from tiles.test_store import BF16, EXP_AVG, EXP_AVG_SQ, STAGED, Training, train
 
 from longshore import layout
+from longshore.errors import GradientError
+from longshore.kernels import HostKernels
+from longshore.tiles import BackendSettings, TileStore, parcels
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.transfer import Bundle, SimulatedTransfer
 
@@ -22,7 +25,8 @@ SMALL = 20
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL_NUMEL", SMALL)
+    for module in (layout, parcels):
+        monkeypatch.setattr(module, "SMALL_NUMEL", SMALL)
 
 
 @pytest.fixture
@@ -77,7 +81,8 @@ def test_small_gradients_of_a_tile_travel_together(train: Any, copies: list[int]
     for _ in range(2):  # nothing is known of the first window
         copies.clear()
         training.window(dict.fromkeys(range(6), 1))
-        assert sorted(copies) == [1, 2, 4]
+        # The parts of what is not small, of 3, 17 and 30 elements, travel alone; the last tile has one small one more.
+        assert sorted(copies) == [1, 1, 1, 1, 3]
         training.check()
 
 
@@ -151,6 +156,51 @@ def test_few_bytes_wait_where_few_may_be_on_their_way(train: Any, copies: list[i
         training.arrive(index, gradients[index][0])
     assert copies == [2, 2]
     training.commit(gradients)
+    training.check()
+
+
+def test_few_bytes_wait_in_all_tiles_together(train: Any, copies: list[int]) -> None:
+    """The first two parameters of each tile arrive, and its third does not."""
+    transfer = SimulatedTransfer(0, 0.001, in_flight_bytes=2 * 4 * (4 * 8))
+    training = train(transfer, numels=(4, 4, 2) * 6, tile_numel=10)
+    gradients = training.gradients({index: 1 for index in range(18) if index % 3 < 2})
+    for number, (index, (gradient,)) in enumerate(gradients.items()):
+        training.arrive(index, gradient)
+        assert 4 * 4 * (number + 1) - sum(copies) * 16 < 4 * (4 * 8), "what waits"
+    assert sum(copies) >= 4
+    training.commit(gradients)
+    training.check()
+
+
+def test_a_part_of_something_large_does_not_wait(train: Any, copies: list[int]) -> None:
+    """It would keep all of that in memory, as one gradient of FSDP2 all those of its module."""
+    training = train(SimulatedTransfer(0, 0.001), numels=(7, 8), tile_numel=60)
+    whole = torch.randn(7 + SMALL)
+    training.store.arrive(0, whole[:7])
+    assert copies == [1]
+    gradients = {0: [whole[:7]], 1: [training.gradient(1)]}
+    training.arrive(1, gradients[1][0])
+    training.commit(gradients)
+    training.check()
+
+
+def _failing(*_: Any) -> Any:
+    raise RuntimeError("lost")
+
+
+def test_a_copy_that_cannot_start_is_told_and_its_window_discarded(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(7, 8, 9), tile_numel=60)
+    gradients = training.gradients({1: 1, 2: 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(training.transfer, "copy_together", _failing)
+        for index in (1, 2):
+            training.arrive(index, gradients[index][0])
+        for _ in range(2):
+            with pytest.raises(GradientError, match=r"could not be added .*lost.*; zero_grad\(\) discards"):
+                training.commit(gradients)
+        training.store.discard()
+    training.check()
+    training.window({0: 1, 1: 2, 2: 1})
     training.check()
 
 
@@ -244,6 +294,53 @@ def test_later_gradients_land_before_the_host_adds_them(
     assert len(copies) == 1 + LANDING_SLOTS, "the slots came back"
     gate.set()
     training.commit(again)
+    training.check()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_slots_fit_tiles_that_come_later(
+    train: Any, busy: bool, busy_worker: Callable[[Training], threading.Event]
+) -> None:
+    """Also while gradients are in the slots of before, and where the size is no multiple of what slots are cut to."""
+    training = train(SimulatedTransfer(0, 0.001), numels=(16, 32), dtypes=(BF16,), tile_numel=100)
+    training.store.close()
+    settings = BackendSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
+    store = training.store = TileStore(settings)
+    store.set_states((EXP_AVG, EXP_AVG_SQ))
+    store.add_parameters([(0, 16, BF16)])
+    store.adopt(0, training.parameters[0], keep_matching=False)
+    first = training.gradients({0: 3})
+    if busy:
+        gate = busy_worker(training)
+        for gradient in first[0]:
+            training.arrive(0, gradient)
+    store.add_parameters([(1, 32, BF16)])
+    if busy:
+        gate.set()
+    store.adopt(1, training.parameters[1], keep_matching=False)
+    if busy:
+        training.commit(first)
+    for _ in range(3):
+        training.window({0: 4, 1: 5})
+        training.check()
+    assert len(store.backend.arrivals._landing) == LANDING_SLOTS
+
+
+def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(30,), tile_numel=100)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for owner, name in ((training.transfer, "copy_to_host"), (training.store.backend.worker, "submit")):
+        training.arrive(0, training.gradient(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                training.arrive(0, training.gradient(0))
+        training.store.discard()
+        assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+    training.window({0: 3})
     training.check()
 
 

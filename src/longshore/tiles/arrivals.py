@@ -13,14 +13,27 @@ from torch import Tensor
 
 from longshore.kernels import Kernels
 from longshore.tiles.events import ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
-from longshore.tiles.memory import BufferPool, Slot, cut_slots
-from longshore.tiles.parcels import Entry, Parcel
+from longshore.tiles.memory import BufferPool, Slot, cut_slots, padded_bytes
+from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
 from longshore.tiles.worker import JobRunner
 from longshore.transfer import Bundle, CopyHandle, Transfer
 
 LANDING_SLOTS = 2
 """While the host adds a later gradient from one slot, the next one is copied to the other."""
+
+
+class _Landing:
+    """A slot for one later gradient, which goes back to where it came from once, whoever gives it back."""
+
+    def __init__(self, free: deque[Slot]) -> None:
+        self.slot = free.popleft()
+        self._free = free
+        self._held = [self.slot]
+
+    def give_back(self) -> None:
+        with contextlib.suppress(IndexError):
+            self._free.append(self._held.pop())
 
 
 class Arrivals:
@@ -41,16 +54,18 @@ class Arrivals:
         self._landing_bytes = 0
         self._landing: deque[Slot] = deque()
         """Slots that no later gradient is in or on its way to. The worker gives them back."""
+        self._waiting = Waiting(transfer.most_together)
 
     @property
     def slot_bytes(self) -> int:
         return LANDING_SLOTS * self._landing_bytes
 
     def make_slots(self, num_bytes: int) -> None:
-        """Make sure that later gradients of tiles of ``num_bytes`` have slots. Nothing is on its way."""
-        if num_bytes > self._landing_bytes:
-            slots, allocated_bytes = cut_slots(self._transfer, [num_bytes] * LANDING_SLOTS)
-            self._landing, self._landing_bytes = deque(slots), allocated_bytes // LANDING_SLOTS
+        """Make sure that later gradients of tiles of ``num_bytes`` have slots."""
+        slot_bytes = padded_bytes(num_bytes)
+        if slot_bytes > self._landing_bytes:
+            slots, _ = cut_slots(self._transfer, [slot_bytes] * LANDING_SLOTS)
+            self._landing, self._landing_bytes = deque(slots), slot_bytes
 
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         """Take one more gradient of a segment into the window.
@@ -62,7 +77,7 @@ class Arrivals:
         entry = Entry(segment.place, segment.layout, gradient, ready)
         if segment.arrivals > 1:
             self._queue_addition(tile, segment, entry)
-        elif tile.slot is None or not segment.layout.small:
+        elif tile.slot is None or not entry.travels_with_others:
             segment.handle = self._copy(tile, entry, tile.slot)
             segment.gradient = segment.handle.target
         else:
@@ -74,7 +89,7 @@ class Arrivals:
     def _parcel(self, tile: Tile, entry: Entry) -> Parcel:
         """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
         if tile.parcel is None or not tile.parcel.add(entry):
-            tile.parcel = Parcel(tile.small_expected, self._transfer.most_together, partial(self._copy_run, tile))
+            tile.parcel = Parcel(tile.small_expected, self._waiting, partial(self._copy_run, tile))
             tile.parcel.add(entry)
         return tile.parcel
 
@@ -82,32 +97,38 @@ class Arrivals:
         into = after = None
         if slot is not None:
             into, after = slot.view(tile.gradient_dtype, entry.segment), slot.last_publish
-        begin_ns = tile.recorder.begin(COPY_TO_HOST, tile.layout.index)
+        recorder = tile.recorder
+        begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         handle = self._transfer.copy_to_host(entry.gradient, into, entry.ready, after)
-        tile.recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
+        recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle
 
     def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[CopyHandle]:
         """Copy gradients of neighbors: together, if the device has memory to gather them."""
         slot = tile.slot
         assert slot is not None
-        if len(run) > 1:
-            into, offsets = slot.view_of_run(tile.gradient_dtype, [entry.segment for entry in run])
-            bundle = Bundle([(entry.gradient, offset) for entry, offset in zip(run, offsets, strict=True)])
-            ready = [entry.ready for entry in run if entry.ready is not None]
-            begin_ns = tile.recorder.begin(COPY_TO_HOST, tile.layout.index)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                handle = self._transfer.copy_together(bundle, into, ready, slot.last_publish)
-                tile.recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
-                return [handle]
-        return [self._copy(tile, entry, slot) for entry in run]
+        if len(run) == 1:
+            return [self._copy(tile, run[0], slot)]
+        into, offsets = slot.view_of_run(tile.gradient_dtype, [entry.segment for entry in run])
+        bundle = Bundle([(entry.gradient, offset) for entry, offset in zip(run, offsets, strict=True)])
+        ready = [entry.ready for entry in run if entry.ready is not None]
+        recorder = tile.recorder
+        begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
+        try:
+            handles = [self._transfer.copy_together(bundle, into, ready, slot.last_publish)]
+        except torch.OutOfMemoryError:
+            handles = [self._copy(tile, entry, slot) for entry in run[:-1]]
+            into = slot.view(tile.gradient_dtype, run[-1].segment)
+            handles.append(self._transfer.copy_to_host(run[-1].gradient, into, run[-1].ready, slot.last_publish))
+        recorder.copying(COPY_TO_HOST, tile.layout.index, handles[-1], begin_ns)
+        return handles
 
     def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
         if tile.accumulator is None:
             tile.accumulator = self._accumulators.take(tile.layout.buffer_numel)
         window = tile.window
-        slot = self._landing.popleft() if self._landing else None
-        copied = None if slot is None else self._copy(tile, entry, slot)
+        landing = _Landing(self._landing) if self._landing else None
+        copied: CopyHandle | None = None
 
         def add() -> None:
             try:
@@ -123,7 +144,14 @@ class Arrivals:
                 handle.wait()
                 self._kernels.accumulate(total, handle.target, add=True)
             finally:
-                if slot is not None:
-                    self._landing.append(slot)
+                if landing is not None:
+                    landing.give_back()
 
-        self._worker.submit(add, entry.gradient.nbytes)
+        try:
+            if landing is not None:
+                copied = self._copy(tile, entry, landing.slot)
+            self._worker.submit(add, entry.gradient.nbytes)
+        except BaseException:  # Ctrl-C, too
+            if landing is not None:
+                landing.give_back()
+            raise

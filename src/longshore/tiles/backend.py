@@ -205,10 +205,15 @@ class Backend:
 
     def drain(self) -> BaseException | None:
         """Wait for every arrival and every step ahead; return the first failure since the last call, if any."""
+        failure: BaseException | None = None
         for tile in self.tiles:
-            if tile.parcel is not None:
-                tile.parcel.begin()
-        failure = self.worker.drain() if self.worker.used else None
+            try:
+                if tile.parcel is not None:
+                    tile.parcel.begin()
+            except Exception as error:
+                failure = failure or error
+        if self.worker.used:
+            failure = self.worker.drain() or failure
         self.speculator.harvest()
         return failure
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from longshore.layout import SegmentLayout
+from longshore.layout import SMALL_NUMEL, SegmentLayout
 from longshore.transfer import CopyHandle, wait_for_all
 
 
@@ -22,25 +23,62 @@ class Entry(NamedTuple):
     gradient: Tensor
     ready: Any
 
+    @property
+    def travels_with_others(self) -> bool:
+        """Whether it may wait for others. A part of something large would keep all of that in memory."""
+        most_bytes = SMALL_NUMEL * self.gradient.element_size()
+        return self.segment.small and self.gradient.untyped_storage().nbytes() < most_bytes
+
+
+class Waiting:
+    """The gradients that wait in parcels, of which the oldest go when they have more bytes than ``most_bytes``."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        # The worker may begin a parcel while another thread adds to one.
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._parcels: deque[Parcel] = deque()
+
+    def opened(self, parcel: Parcel) -> None:
+        self._parcels.append(parcel)
+
+    def change(self, num_bytes: int) -> None:
+        """Count bytes that begin to wait, or fewer that do."""
+        with self._lock:
+            self._bytes += num_bytes
+
+    def limit(self) -> None:
+        """Begin the oldest parcels, until few enough bytes wait. Parcels that have begun are forgotten."""
+        while self._parcels and (self._parcels[0].begun or self._bytes >= self._most_bytes):
+            parcel = self._parcels.popleft()
+            if not parcel.begun:
+                parcel.begin()
+
 
 class Parcel(CopyHandle):
     """Handle of the copies of small gradients, which begin when the parcel is full or when somebody waits for it.
 
     Args:
         size: how many gradients are expected.
-        most_bytes: how many bytes of gradients may wait for others.
+        waiting: counts the bytes that wait.
         start: starts the copies of entries that are neighbors in the tile's buffer.
     """
 
-    def __init__(self, size: int, most_bytes: int, start: Callable[[Sequence[Entry]], list[CopyHandle]]) -> None:
+    def __init__(self, size: int, waiting: Waiting, start: Callable[[Sequence[Entry]], list[CopyHandle]]) -> None:
         self._size = size
-        self._most_bytes = most_bytes
+        self._waiting = waiting
         self._start = start
         # The thread that brings gradients adds, and the worker waits.
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
-        self._bytes = 0
         self._copies: list[CopyHandle] | None = None
+        self._failure: Exception | None = None
+        waiting.opened(self)
+
+    @property
+    def begun(self) -> bool:
+        return self._copies is not None
 
     def add(self, entry: Entry) -> bool:
         """Add a gradient, unless the copies have begun; return whether it was added."""
@@ -48,22 +86,26 @@ class Parcel(CopyHandle):
             if self._copies is not None:
                 return False
             self._entries.append(entry)
-            self._bytes += entry.gradient.nbytes
-            full = len(self._entries) >= self._size or self._bytes >= self._most_bytes
+            self._waiting.change(entry.gradient.nbytes)
+            full = len(self._entries) >= self._size
         if full:
             self.begin()
+        self._waiting.limit()
         return True
 
     def begin(self) -> list[CopyHandle]:
-        """Start the copies, if they have not begun; return them."""
+        """Start the copies, if they have not begun, and return them; raise the error of copies that could not start."""
         with self._lock:
             if self._copies is None:
-                self._copies = [
-                    copy
-                    for run in runs_of_neighbors(self._entries, lambda each: each.place)
-                    for copy in self._start(run)
-                ]
-                self._entries = []
+                try:
+                    runs = runs_of_neighbors(self._entries, lambda each: each.place)
+                    copies = [copy for run in runs for copy in self._start(run)]
+                except Exception as failure:  # after Ctrl-C they start once more
+                    self._failure, copies = failure, []
+                self._waiting.change(-sum(entry.gradient.nbytes for entry in self._entries))
+                self._copies, self._entries = copies, []
+            if self._failure is not None:
+                raise self._failure
             return self._copies
 
     @property

@@ -60,9 +60,10 @@ class DeviceCopyStream(CopyStream):
                 self.stream.wait_event(mark)
             if isinstance(after, DeviceCopy):
                 self.stream.wait_event(after.event)
-            begun = timed_event(self.stream) if self.times_copies else None
+            timed = self.times_copies  # a trace may end meanwhile
+            begun = timed_event(self.stream) if timed else None
             copy_now(source, target)
-            event = timed_event(self.stream) if self.times_copies else self.stream.record_event()
+            event = timed_event(self.stream) if timed else self.stream.record_event()
         # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
         copy = DeviceCopy(source, target, event)
