@@ -9,6 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+
+def compiles_triton() -> bool:
+    """Whether Triton compiles kernels for the accelerator; on the simulated one, its interpreter runs them, in tests
+    that ask for it and in their process alone."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == "cuda"
+
+
 needs_triton = pytest.mark.triton
 NONE = pytest.param("none", marks=needs_triton)
 """``Offload(device="none")``, whose state stays on the device."""

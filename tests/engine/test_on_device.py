@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_device import runs_triton
+from on_device import compiles_triton
 from ranks import RankFailure, Ranks
 
 from engine import cases, failure_cases
@@ -31,7 +31,7 @@ def test_one_rank(scenario: str, dtype: str, ahead: str) -> None:
     assert result["steps"] == SCENARIOS[scenario].steps
 
 
-TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split"] if runs_triton() else ["device"]}
+TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split"] if compiles_triton() else ["device"]}
 
 
 @pytest.mark.covering(1)
