@@ -16,7 +16,7 @@ from longshore.errors import GradientError
 from longshore.kernels import HostKernels
 from longshore.tiles import BackendSettings, TileStore, parcels
 from longshore.tiles.arrivals import LANDING_SLOTS
-from longshore.transfer import Bundle, SimulatedTransfer
+from longshore.transfer import Bundle, CopyHandle, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
 
@@ -184,6 +184,34 @@ def test_a_part_of_something_large_does_not_wait(train: Any, copies: list[int]) 
     training.check()
 
 
+class Gate(CopyHandle):
+    """A copy that is under way until the event is set."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> None:
+        assert self.over.wait(20)
+
+
+def test_small_gradients_wait_for_what_still_reads_their_slot(train: Any, copies: list[int]) -> None:
+    training = train(SimulatedTransfer(0, 0.0), numels=(7, 8), tile_numel=60)
+    (tile,) = training.store.tiles
+    gate = tile.slot.last_publish = Gate()
+    gradients = training.gradients({0: 1, 1: 1})
+    for index in (0, 1):
+        training.arrive(index, gradients[index][0])
+    assert copies == [2]
+    (copy,) = tile.parcel.begin()
+    assert not copy._finished.wait(0.1)
+    gate.over.set()
+    training.commit(gradients)
+    training.check()
+
+
 def _failing(*_: Any) -> Any:
     raise RuntimeError("lost")
 
@@ -298,11 +326,12 @@ def test_later_gradients_land_before_the_host_adds_them(
 
 
 @pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("numel", [32, 64])
 def test_slots_fit_tiles_that_come_later(
-    train: Any, busy: bool, busy_worker: Callable[[Training], threading.Event]
+    train: Any, busy: bool, numel: int, busy_worker: Callable[[Training], threading.Event]
 ) -> None:
     """Also while gradients are in the slots of before, and where the size is no multiple of what slots are cut to."""
-    training = train(SimulatedTransfer(0, 0.001), numels=(16, 32), dtypes=(BF16,), tile_numel=100)
+    training = train(SimulatedTransfer(0, 0.001), numels=(16, numel), dtypes=(BF16,), tile_numel=100)
     training.store.close()
     settings = BackendSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
     store = training.store = TileStore(settings)
@@ -314,7 +343,7 @@ def test_slots_fit_tiles_that_come_later(
         gate = busy_worker(training)
         for gradient in first[0]:
             training.arrive(0, gradient)
-    store.add_parameters([(1, 32, BF16)])
+    store.add_parameters([(1, numel, BF16)])
     if busy:
         gate.set()
     store.adopt(1, training.parameters[1], keep_matching=False)
