@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longshore.compat.finder import HERE
+from longshore.engine.attributes import WHERE_ELSE
 
 PAGE = Path(__file__).parents[1] / "docs" / "deepspeed_surface.md"
 PACKAGES = {
@@ -208,6 +209,8 @@ def answer(name: str, engine: Any) -> Answer:
     except (AttributeError, ImportError) as error:
         said = re.fullmatch(r"longshore has no \S+: (.*)|'Engine' object has no attribute '\w+'; (.*)", str(error))
         advice = (said[1] or said[2]) if said else ""
+        if advice == WHERE_ELSE:  # said of every name that nobody thought of
+            advice = ""
         return Answer(advice or str(error), known=bool(advice) and "does not stand in for it" not in advice)
     return Answer("")
 

@@ -57,6 +57,7 @@ RULE_IS_A_VALUE = re.compile(r"(?:an?|the|one|None|true|text|parameters|float\w+
 BY_FAMILY = [
     (r"^IllegalTransitionError", "It is a bug in longshore: please report it."),
     (r"^AttributeError.*«instead»", "The message ends with what to use instead."),
+    (r"^AttributeError.*«where_else»", "The message ends with where to look."),
     (r"in the order in which its threads launch them", "Unset the variable, or set it as the message says."),
     (r"This is a bug in longshore", "Report it; `zero_grad()` on every rank, and go on."),
     (r"a gradient was taken out of \.grad", "`engine.zero_grad()`, on every rank, and go on."),

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import longshore
 from longshore import utils
+from longshore.tiles.arrivals import LANDING_SLOTS
+from longshore.tiles.memory import padded_bytes
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 WIDTH, WORDS = 5, 13
@@ -587,7 +589,10 @@ def memory() -> dict[str, float]:
         segments = engine.optimizer._core.store.ownership._gathers.shared._blocks
         peak += sum(segment.capacity for segment in segments) / dist.get_world_size()
         shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        host = sum(engine.optimizer.host_bytes().values())
+        counted = engine.optimizer.host_bytes()
+        largest = max(tile.layout.buffer_numel for tile in engine.optimizer._core.store.local.tiles)
+        assert counted.pop("staging") == LANDING_SLOTS * padded_bytes(4 * largest)
+        host = sum(counted.values())
         return {
             "blocks": (peak - stays) / block_bytes,
             "shards": shards / (4 * numel),

@@ -288,6 +288,13 @@ MUTANTS = [
         file="kernels/device.py",
     ),
     _mutant(
+        "a snapshot does not wait for what is being computed",
+        "            torch.accelerator.synchronize(self._device)  # the reader is on another stream\n",
+        "",
+        RESIDENT,
+        file="tiles/snapshot.py",
+    ),
+    _mutant(
         "less state than asked for stays on the device and nobody says it",
         "    if share < (1.0 - ratio) / 4:\n",
         "    if False:\n",

@@ -184,11 +184,13 @@ def test_ranks_without_devices_also_add_up_and_copy_out() -> None:
     assert [end - begin for begin, end in spans(found, "gather to use")] == pytest.approx([0.5 + 1.0] * 8)
 
 
-def test_each_slice_of_a_reduction_is_a_meeting() -> None:
-    meeting = {"ranks": 2, "ranks_per_host": 1, "exchange_bytes_per_s": 1e30, "latency_s": 0.25}
+@pytest.mark.parametrize("staged", [False, True])
+def test_each_slice_of_a_reduction_is_a_meeting(staged: bool) -> None:
+    meeting = {"ranks": 2, "ranks_per_host": 1, "exchange_bytes_per_s": 1e30, "latency_s": 0.25, "staged": staged}
     found = run(12, PlanChoice(2, "cpu"), replace(JOB, bucket_numel=12 * N), **meeting)
-    # Two buckets of 6 Mi elements, reduced in slices of 4 Mi, gathered in those of 8.
-    assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([2 * 0.25] * 2)
+    # Two buckets of 6 Mi elements, reduced in slices of 4 Mi, gathered in those of 8; on devices at once.
+    meetings = 1 if staged else 2
+    assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([meetings * 0.25] * 2)
     assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([0.25] * 2)
 
 

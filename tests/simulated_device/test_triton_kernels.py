@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import busy_stream
+from on_device import busy_stream, keep_busy
 from support import batch, small_model
 
 import longshore
 from longshore.kernels import DeviceKernels
+from longshore.tiles import MASTER
 from simulated_device import counts, native
 
 pytestmark = [pytest.mark.simulated, pytest.mark.triton]
@@ -83,3 +84,24 @@ def test_whatever_the_delays_the_weights_are_the_same(seed: int, release: bool, 
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(ours, theirs)
     assert optimizers[1]._core.store.local.device_bytes()["state"] > 0
+
+
+def test_a_snapshot_has_what_a_stream_is_still_computing() -> None:
+    """Whoever reads it does so on another stream."""
+    parameter = torch.nn.Parameter(torch.ones(NUMEL, device=DEVICE, dtype=torch.bfloat16))
+    optimizer = longshore.AdamW([parameter], offload=longshore.Offload(device="none"))
+    store = optimizer._core.store.local
+    stream = torch.Stream(DEVICE)
+    with stream:
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        torch.accelerator.synchronize()
+        former = store.read_state(0, MASTER)
+        parameter.grad = torch.ones_like(parameter)
+        keep_busy(800_000_000)
+        optimizer.step()
+        snapshot = store.snapshot([(0, MASTER)], 0)
+    found = snapshot.read_range(0, MASTER)
+    assert not torch.equal(found, former)
+    assert torch.equal(found, store.read_state(0, MASTER))

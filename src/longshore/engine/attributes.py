@@ -25,7 +25,7 @@ _INSTEAD_OF_ASSIGNING = {
     "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary()",
 }
 
-_ELSE = (
+WHERE_ELSE = (
     "settings are in engine.config, and docs/from_deepspeed.md lists the names of DeepSpeed's engine that this one has"
 )
 
@@ -49,7 +49,9 @@ class EngineAttributes(nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {_ELSE}") from None
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}; {WHERE_ELSE}"
+                ) from None
         return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
 
     def __setattr__(self, name: str, value: Any) -> None:

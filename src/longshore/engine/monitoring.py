@@ -203,7 +203,7 @@ class Meter(Recorder):
             self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        self._add({name: handle.target.numel() * handle.target.element_size()})
+        self._add({name: handle.num_bytes})
 
     def _add(self, counts: Mapping[str, int]) -> None:
         with self._lock:

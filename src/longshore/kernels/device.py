@@ -44,6 +44,8 @@ class DeviceKernels:
     """
 
     asynchronous = True
+    threads = 1
+    """Host threads that a call takes."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:

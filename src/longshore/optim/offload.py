@@ -180,8 +180,7 @@ class Offload(StoreFactory):
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
-        threads = kernels.threads if isinstance(kernels, HostKernels) else 1
-        tile_numel = self.tile_numel or default_tile_numel(transfer.staged, threads)
+        tile_numel = self.tile_numel or default_tile_numel(transfer.staged, kernels.threads)
         return BackendSettings(
             transfer, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
         )

@@ -11,7 +11,7 @@ import torch
 from longshore.layout import TileCount, count_tiles, default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
-from longshore.sharding.reduction import SLICE_NUMEL, ReductionSettings
+from longshore.sharding.reduction import DEVICE_SLICE_NUMEL, ReductionSettings
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.backend import kept_on_device
 from longshore.tiles.events import PIPELINE_DEPTH
@@ -264,7 +264,8 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
         # A reduced shard is float32 until it is copied.
         found["reduced, under way"] = 2 * _FLOAT_BYTES * max((bucket.shard_numel for bucket in buckets), default=0)
     itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=0)
-    found["sent and received"] = 2 * SLICE_NUMEL * itemsize
+    most = max((bucket.numel for bucket in buckets), default=0)
+    found["sent and received"] = 2 * min(DEVICE_SLICE_NUMEL, most) * itemsize
     if layout.choice.stage == 3:
         sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
         root = sizes.pop(None, 0)

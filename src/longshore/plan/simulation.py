@@ -15,8 +15,8 @@ from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
 from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
-from longshore.sharding.ownership import GATHER_NUMEL
-from longshore.sharding.reduction import SLICE_NUMEL
+from longshore.sharding.ownership import DEVICE_GATHER_NUMEL, GATHER_NUMEL
+from longshore.sharding.reduction import DEVICE_SLICE_NUMEL, SLICE_NUMEL
 from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
@@ -263,7 +263,8 @@ class _Step:
         numel, itemsize = self._layout.buckets[index].numel, self._layout.buckets[index].dtype.itemsize
         speed = self._machine.reduce_bytes_per_s or self._machine.exchange_bytes_per_s
         num_bytes = numel * (_FLOAT_BYTES if self._sums else itemsize)
-        seconds = self._exchange_s(num_bytes, -(-numel // SLICE_NUMEL), speed)
+        most = DEVICE_SLICE_NUMEL if self._machine.staged else SLICE_NUMEL
+        seconds = self._exchange_s(num_bytes, -(-numel // most), speed)
         if self._stage == 0:
             seconds += self._exchange_s(_FLOAT_BYTES * numel)  # every rank gets all of the mean
         self._time.run(REDUCE, ("bucket", index), seconds, keys)
@@ -326,7 +327,8 @@ class _Step:
                 self._publish(remaining[index])
         if self._sharded and self._stage in (1, 2):
             for index, bucket in enumerate(self._layout.buckets):
-                num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // GATHER_NUMEL)
+                most = DEVICE_GATHER_NUMEL if self._machine.staged else GATHER_NUMEL
+                num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // most)
                 self._time.run(GATHER, index, self._exchange_s(num_bytes, meetings))
 
     def _publish(self, tile: TileJob) -> None:

@@ -18,7 +18,9 @@ from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
-"""Elements of one gather over all ranks; larger gathers are no faster."""
+"""Elements of one gather over all ranks, on the CPU, where larger ones are no faster."""
+DEVICE_GATHER_NUMEL = 1 << 26
+"""Elements of one gather on accelerators, where each costs launches."""
 
 
 class SliceEntry(NamedTuple):
@@ -74,7 +76,8 @@ class Ownership:
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.window = WindowStatus()
-        self._gather_numel = min(gather_numel, GATHER_NUMEL)
+        on_cpu = collectives.data.device.type == "cpu"
+        self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
         # These grow with parameters.
         self.dtypes: dict[int, torch.dtype] = {}
         self.buckets: list[Bucket] = []

@@ -134,8 +134,8 @@ class EventRecorder(Recorder):
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         if handle.timed is not None:
-            num_bytes = handle.target.numel() * handle.target.element_size()
-            self._add(Event(name, tile, f"stream: {name}", begin_ns, begin_ns, num_bytes), *handle.timed)
+            event = Event(name, tile, f"stream: {name}", begin_ns, begin_ns, handle.num_bytes)
+            self._add(event, *handle.timed)
         elif not isinstance(handle, FinishedCopy):
             self._copies[name].put((tile, handle, begin_ns))
         elif name == PUBLISH:  # this thread copied; a gradient in host memory is not copied at all
@@ -150,15 +150,13 @@ class EventRecorder(Recorder):
         free_ns = 0  # a stream runs its copies one after the other
         while (copy := self._copies[name].get()) is not None:
             tile, handle, issued_ns = copy
-            target = handle.target
             try:
                 handle.wait()
             except Exception:  # the code that needs the copy raises it again
                 continue
             begin_ns, free_ns = max(issued_ns, free_ns), time.perf_counter_ns()
-            num_bytes = target.numel() * target.element_size()
-            self._events.append(Event(name, tile, f"stream: {name}", begin_ns, free_ns, num_bytes))
-            del copy, handle, target  # so that the tensor is not kept alive until the next copy
+            self._events.append(Event(name, tile, f"stream: {name}", begin_ns, free_ns, handle.num_bytes))
+            del copy, handle  # so that the tensor is not kept alive until the next copy
 
 
 def _this_thread() -> str:

@@ -56,6 +56,11 @@ def whole_of(source: Tensor | Bundle, target: Tensor | Bundle) -> Tensor:
     return found
 
 
+def bytes_between(source: Tensor | Bundle, target: Tensor | Bundle) -> int:
+    """Return how many bytes a copy moves, without those between the tensors of a bundle."""
+    return source.nbytes if isinstance(source, Bundle) else target.nbytes
+
+
 def copy_now(source: Tensor | Bundle, target: Tensor | Bundle) -> None:
     """Copy on the current stream. What passes through a tensor of its own there is one of that stream, whose later
     copies may have the memory at once."""
@@ -71,11 +76,13 @@ class CopyHandle(ABC):
 
     Attributes:
         target: has the bytes once the copy is done; of a copy to several tensors, the memory that is copied.
+        num_bytes: how many it copies.
         order: how many copies its stream had begun before.
         timed: events of the device where the copy begins and ends, if the transfer times its copies.
     """
 
     target: Tensor
+    num_bytes = 0
     order = 0
     timed: tuple[Any, Any] | None = None
 
@@ -99,6 +106,7 @@ class FinishedCopy(CopyHandle):
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
+        self.num_bytes = target.nbytes
 
     def done(self) -> bool:
         return True

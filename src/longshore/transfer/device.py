@@ -20,6 +20,7 @@ from longshore.transfer.base import (
     StagedTransfer,
     Transfer,
     UnstagedTransfer,
+    bytes_between,
     copy_now,
     whole_of,
 )
@@ -29,6 +30,7 @@ from longshore.transfer.pinned import allocate_pinned
 class DeviceCopy(CopyHandle):
     def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event) -> None:
         self.target = whole_of(source, target)
+        self.num_bytes = bytes_between(source, target)
         self.event = event
         self._kept: object = source, target
 

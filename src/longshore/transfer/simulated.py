@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import Bundle, CopyHandle, CopyStream, StagedTransfer, copy_now, whole_of
+from longshore.transfer.base import Bundle, CopyHandle, CopyStream, StagedTransfer, bytes_between, copy_now, whole_of
 
 
 class SimulatedCopy(CopyHandle):
     def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle) -> None:
         self.target = whole_of(source, target)
+        self.num_bytes = bytes_between(source, target)
         self._source: Tensor | Bundle | None = source
         self._finished = threading.Event()
         self._failure: BaseException | None = None
