@@ -83,7 +83,8 @@ def kill_once(about: Run, chance: random.Random) -> None:
         team.kill(victim)
         end, said = team.last(1 - victim)
         # Told that the other one is gone, unless both were through.
-        assert end == "end" or (end == "error" and "another rank" in said), said
+        told = f"rank {victim} has ended" in said or "another rank" in said
+        assert end == "end" or (end == "error" and told), said
     finally:
         team.stop()
 

@@ -279,18 +279,23 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
 
 
 def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], ranks: Ranks) -> None:
-    """Send each rank its shard from rank 0."""
-    mine = held_part(parameter)
-    if ranks.rank > 0:
-        if mine.numel() > 0:
-            received = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            dist.recv(received.view(-1).view(torch.uint8), src=0, group=ranks.group)
-            mine.copy_(received)
+    """Send each rank its shard from rank 0. Shards follow each other in the flat parameter, which is on rank 0's device
+    for a moment, as in each gather of it."""
+    if parameter.numel() == 0:
         return
-    whole = flat(former.detach())
-    for rank, (offset, numel) in enumerate(shards):
-        shard = whole[offset : offset + numel]
-        if rank == 0:
-            mine.copy_(shard.view(mine.shape))
-        elif numel > 0:
-            dist.send(shard.to(ranks.device).view(torch.uint8), dst=rank, group=ranks.group)
+    mine = held_part(parameter)
+    item_bytes, nothing = parameter.element_size(), [0] * ranks.world_size
+    received = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    source, sent = received.new_empty(0), nothing
+    if ranks.rank == 0:
+        source, sent = flat(former.detach()).to(ranks.device), [item_bytes * numel for _, numel in shards]
+        assert sum(sent) == source.nbytes and shards == sorted(shards)
+    # One collective of the group: each pair of ranks that sends and receives has a communicator of its own with nccl.
+    dist.all_to_all_single(
+        received.view(-1).view(torch.uint8),
+        source.view(torch.uint8),
+        [received.nbytes, *nothing[1:]],
+        sent,
+        group=ranks.group,
+    )
+    mine.copy_(received)
