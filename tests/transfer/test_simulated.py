@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -300,3 +302,21 @@ def test_a_stream_at_rest_keeps_nothing_alive() -> None:
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()
+
+
+AT_EXIT = """
+import atexit
+handles = []
+atexit.register(lambda: print([handle.done() for handle in handles]))  # the first one registered runs last
+import torch
+from longshore import SimulatedTransfer
+transfer = SimulatedTransfer(max_delay_s=0.3)
+for _ in range(4):
+    handles.append(transfer.copy_to_host(torch.ones(3), torch.zeros(3), None, None))
+"""
+
+
+def test_copies_are_done_before_python_shuts_down() -> None:
+    """A thread that comes back from a copy in that moment would end the process."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[True] * 4}\n"

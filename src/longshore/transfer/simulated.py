@@ -7,6 +7,7 @@ it, a parameter that is read before it was published.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import random
 import threading
@@ -59,6 +60,15 @@ class SimulatedCopyStream(CopyStream):
         name = f"longshore-simulated-{name}"
         self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
+        _streams.add(self)
+
+    def end_of_queue(self) -> threading.Event:
+        """Return an event that is set after the copies that are enqueued now; at once, if the stream is closed."""
+        end = threading.Event()
+        self._jobs.put(end.set)
+        if not self._thread.is_alive():
+            end.set()
+        return end
 
     def _start(
         self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
@@ -92,6 +102,22 @@ class SimulatedCopyStream(CopyStream):
         with self._lock:
             self._stop()
         self._thread.join()
+
+
+_streams: weakref.WeakSet[SimulatedCopyStream] = weakref.WeakSet()
+_STUCK_S = 5.0
+
+
+def _finish_copies() -> None:
+    """Wait for copies before Python shuts down: a thread that comes back from native code meanwhile ends the process
+    (SIGABRT)."""
+    ends = [stream.end_of_queue() for stream in list(_streams)]
+    until = time.monotonic() + _STUCK_S
+    for end in ends:
+        end.wait(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_finish_copies)
 
 
 def _copy_from(weak_source: weakref.ref[Tensor | Bundle], target: Tensor | Bundle) -> None:
