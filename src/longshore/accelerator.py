@@ -73,7 +73,7 @@ def wait_for(event: torch.Event) -> None:
 
 
 def number_of(value: Tensor) -> float:
-    """Return the number of a tensor with one element; waiting for a device leaves the CPU to others, as above."""
+    """Return the number of a tensor with one element; as :func:`wait_for`, waiting leaves the CPU to others."""
     if value.device.type != "cpu":
         _ask_until(torch.accelerator.current_stream(value.device).record_event())
     return value.item()
@@ -88,22 +88,24 @@ def timed_event(stream: torch.Stream) -> Mark:
     return stream.record_event(torch.Event(stream.device, enable_timing=True))
 
 
+def mark_on(device: torch.device) -> Mark:
+    """Return an event behind all that the current stream of ``device`` has to do so far."""
+    return timed_event(torch.accelerator.current_stream(device))
+
+
 class Stopwatch:
     """Stopwatch that runs from where the current stream of a device is now, or from now where ``device`` is the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began_s = time.perf_counter()
-        self._began = None if device.type == "cpu" else self._mark()
-
-    def _mark(self) -> Mark:
-        return timed_event(torch.accelerator.current_stream(self._device))
+        self._began = None if device.type == "cpu" else mark_on(device)
 
     def seconds(self) -> float:
         """Return the seconds until the stream is where it goes on from now, for which this waits; or until now."""
         if self._began is None:
             return time.perf_counter() - self._began_s
-        now = self._mark()
+        now = mark_on(self._device)
         wait_for(now)
         return self._began.elapsed_time(now) / 1e3
 
@@ -120,7 +122,7 @@ class DeviceClock:
 
     def mark(self) -> Mark:
         """Return an event behind all that the current stream has to do so far."""
-        return timed_event(torch.accelerator.current_stream(self._device))
+        return mark_on(self._device)
 
     def ns_of(self, event: Mark) -> int:
         """Wait for an event; return when it was reached, as ``time.perf_counter_ns``."""

@@ -67,6 +67,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def _full(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory is left")
+
+
 NUMELS = (7, 30, 1, 19, 20, 12)
 """In two tiles of 60 elements: 7, 1, 19 | 30, of the last one 3, and 12 | 17 of the last but one."""
 
@@ -114,10 +118,7 @@ def test_new_values_travel_alone_where_the_device_has_no_memory_left(
 ) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
 
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory is left")
-
-    monkeypatch.setattr(training.transfer, "copy_apart", full)
+    monkeypatch.setattr(training.transfer, "copy_apart", _full)
     training.window(dict.fromkeys(range(6), 1))
     assert publishes == [1] * 7
     training.check()
@@ -237,10 +238,7 @@ def test_each_travels_alone_where_the_device_has_no_memory_left(
 ) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
 
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory is left")
-
-    monkeypatch.setattr(training.transfer, "copy_together", full)
+    monkeypatch.setattr(training.transfer, "copy_together", _full)
     training.window(dict.fromkeys(range(6), 1))
     assert copies == [1] * 7
     training.check()

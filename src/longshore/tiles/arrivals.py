@@ -81,10 +81,8 @@ class Arrivals:
             segment.handle = self._copy(tile, entry, tile.slot)
             segment.gradient = segment.handle.target
         else:
-            segment.handle, segment.gradient = (
-                self._parcel(tile, entry),
-                tile.slot.view(tile.gradient_dtype, entry.segment),
-            )
+            segment.handle = self._parcel(tile, entry)
+            segment.gradient = tile.slot.view(tile.gradient_dtype, entry.segment)
 
     def _parcel(self, tile: Tile, entry: Entry) -> Parcel:
         """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
