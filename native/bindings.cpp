@@ -118,6 +118,12 @@ void py_accumulate(ThreadPool& pool, Address target, Address source, std::int32_
     accumulate(pointer<float>(target), pointer<const void>(source), static_cast<DType>(dtype), numel, add, pool, isa);
 }
 
+void py_sum_of_two(ThreadPool& pool, Address target, Address first, Address second, std::int32_t dtype,
+                   std::int64_t numel, InstructionSet isa) {
+    sum_of_two(pointer<float>(target), pointer<const void>(first), pointer<const void>(second),
+               static_cast<DType>(dtype), numel, pool, isa);
+}
+
 std::int64_t py_reconcile(ThreadPool& pool, Address master, Address parameter, std::int32_t dtype, std::int64_t numel,
                           bool adopt, InstructionSet isa) {
     return reconcile(pointer<float>(master), pointer<const void>(parameter), static_cast<DType>(dtype), numel, adopt,
@@ -186,6 +192,8 @@ NB_MODULE(_native, m) {
           "step(), given gradients, outputs and rows of scalars for each row of a SegmentTable.");
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("sum_of_two", &py_sum_of_two, nb::arg("pool"), nb::arg("target"), nb::arg("first"), nb::arg("second"),
+          nb::arg("dtype"), nb::arg("numel"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("adopt"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("block_sums", &py_block_sums, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"), nb::arg("isa"));

@@ -38,7 +38,23 @@ void check_numel(std::int64_t numel) {
     if (numel < 0) throw std::invalid_argument("a buffer of " + std::to_string(numel) + " elements");
 }
 
+// Calls `piece(begin, count)` for all of a buffer, on the threads of the pool.
+template <typename Piece>
+void run_pieces(std::int64_t numel, ThreadPool& pool, const Piece& piece) {
+    const std::int64_t each = piece_numel(numel, pool.threads());
+    pool.run(static_cast<std::size_t>((numel + each - 1) / each), [&](std::size_t index) {
+        const std::int64_t begin = static_cast<std::int64_t>(index) * each;
+        piece(begin, std::min(each, numel - begin));
+    });
+}
+
 }  // namespace
+
+std::int64_t piece_numel(std::int64_t numel, int threads) {
+    constexpr std::int64_t least = 1 << 13, unit = 1 << 10;
+    const std::int64_t share = numel / (4 * static_cast<std::int64_t>(threads)) / unit * unit;
+    return std::clamp(share, least, kPieceNumel);
+}
 
 void accumulate(float* target, const void* source, DType dtype, std::int64_t numel, bool add, ThreadPool& pool,
                 InstructionSet isa) {
@@ -48,10 +64,26 @@ void accumulate(float* target, const void* source, DType dtype, std::int64_t num
     check_address(source, dtype, "the gradient");
     const KernelTable& kernels = kernels_for(isa);
     const auto apply = add ? kernels.add : kernels.widen;
-    pool.run(static_cast<std::size_t>(pieces_of(numel)), [&](std::size_t piece) {
-        const std::int64_t begin = static_cast<std::int64_t>(piece) * kPieceNumel;
-        const std::int64_t count = std::min(kPieceNumel, numel - begin);
+    run_pieces(numel, pool, [&](std::int64_t begin, std::int64_t count) {
         apply(target + begin, advance(source, dtype, begin), dtype, static_cast<std::size_t>(count));
+    });
+}
+
+void sum_of_two(float* target, const void* first, const void* second, DType dtype, std::int64_t numel,
+                ThreadPool& pool, InstructionSet isa) {
+    check_numel(numel);
+    if (numel == 0) return;
+    check_address(target, DType::float32, "the accumulator");
+    check_address(first, dtype, "the first gradient");
+    check_address(second, dtype, "the gradient");
+    const KernelTable& kernels = kernels_for(isa);
+    constexpr std::int64_t cached = 1 << 11;  // of the target, between its two passes: 8 KiB
+    run_pieces(numel, pool, [&](std::int64_t begin, std::int64_t count) {
+        for (const std::int64_t end = begin + count; begin < end; begin += cached) {
+            const auto part = static_cast<std::size_t>(std::min(cached, end - begin));
+            kernels.widen(target + begin, advance(first, dtype, begin), dtype, part);
+            kernels.add(target + begin, advance(second, dtype, begin), dtype, part);
+        }
     });
 }
 

@@ -37,9 +37,18 @@ struct GradientRange {
     std::int64_t numel;
 };
 
+// Elements that one thread takes at a time, of so many: four turns for each thread, so that
+// all are busy and none waits long for the last one, but no more than a cache holds, and no
+// fewer than are worth taking.
+std::int64_t piece_numel(std::int64_t numel, int threads);
+
 // target[i] (+)= float(source[i])
 void accumulate(float* target, const void* source, DType dtype, std::int64_t numel, bool add, ThreadPool& pool,
                 InstructionSet isa);
+
+// target[i] = float(first[i]) + float(second[i])
+void sum_of_two(float* target, const void* first, const void* second, DType dtype, std::int64_t numel,
+                ThreadPool& pool, InstructionSet isa);
 
 // Counts the elements of `parameter` that differ from the rounded master; with
 // `adopt`, those become the master.

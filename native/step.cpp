@@ -154,15 +154,6 @@ bool reads_another_output(const TileStep& tile) {
     return false;
 }
 
-// Elements that one thread takes at a time, of so many: four turns for each thread, so that
-// all are busy and none waits long for the last one, but no more than a cache holds, and no
-// fewer than are worth taking.
-std::int64_t piece_numel(std::int64_t numel, int threads) {
-    constexpr std::int64_t least = 1 << 13, unit = 1 << 10;
-    const std::int64_t share = numel / (4 * static_cast<std::int64_t>(threads)) / unit * unit;
-    return std::clamp(share, least, kPieceNumel);
-}
-
 void run_pieces(const TileStep& tile, const RuleEntry& rule, const std::vector<float>& scalars, ThreadPool& pool) {
     // Cut the elements of all segments into pieces of equal size, so that a tile of
     // a thousand biases is shared out like a tile of one matrix.

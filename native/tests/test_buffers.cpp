@@ -67,6 +67,25 @@ TEST(accumulate_adds_and_widens_on_threads) {
     }
 }
 
+TEST(sum_of_two_adds_on_threads) {
+    ThreadPool pool(2, {});
+    for (const DType dtype : kDTypes) {
+        for_each_layout([&](std::size_t numel, std::size_t offset, std::size_t other) {
+            const Buffer first = filled(dtype, numel, other, numel + 1), second = filled(dtype, numel, offset, numel + 2);
+            Buffer sum = filled(DType::float32, numel, offset, 2);
+            const Buffer before = sum;
+            for (std::size_t i = 0; i < numel; ++i) sum.set(i, first.get(i) + second.get(i));
+            for (const InstructionSet isa : supported_instruction_sets()) {
+                Buffer target = before, one = first, two = second;
+                sum_of_two(target.floats(), one.at(0), two.at(0), dtype, static_cast<std::int64_t>(numel), pool, isa);
+                target.check_same(sum, longshore::name_of(isa), ", ", name_of(dtype));
+                one.check_same(first, "the first gradient");
+                two.check_same(second, "the gradient");
+            }
+        });
+    }
+}
+
 // A parameter that is its rounded master except where it was written to: every
 // seventh element, a zero of the other sign, a NaN of another payload.
 TEST(reconcile_counts_and_adopts_what_differs_on_threads) {
@@ -269,6 +288,8 @@ TEST(buffers_refuse_before_they_write) {
     CHECK_THROWS(Bad, "a buffer of -1 elements", accumulate(target.floats(), source.at(0), bf16, -1, true, pool, isa));
     CHECK_THROWS(Bad, "the accumulator is a null", accumulate(nullptr, source.at(0), bf16, 8, true, pool, isa));
     CHECK_THROWS(Bad, "the accumulator is not aligned", accumulate(unaligned, source.at(0), bf16, 4, true, pool, isa));
+    CHECK_THROWS(Bad, "the first gradient is a null", sum_of_two(target.floats(), nullptr, source.at(0), bf16, 8, pool, isa));
+    CHECK_THROWS(Bad, "the gradient is a null", sum_of_two(target.floats(), source.at(0), nullptr, bf16, 8, pool, isa));
     CHECK_THROWS(Bad, "the gradient is a null", accumulate(target.floats(), nullptr, bf16, 8, true, pool, isa));
     CHECK_THROWS(Bad, "the gradient is not aligned", accumulate(target.floats(), odd, bf16, 4, false, pool, isa));
     CHECK_THROWS(Bad, "unknown dtype 4", accumulate(target.floats(), source.at(0), unknown, 8, true, pool, isa));

@@ -235,6 +235,10 @@ def test_accumulate_equals_the_host_kernels(device: DeviceKernels, host: HostKer
         assert same_bits(found.cpu(), target)
     # A copy keeps the bits of NaN, too.
     assert torch.equal(found.cpu().view(torch.int32), target.view(torch.int32))
+    second = every_value(dtype).flip(0)
+    host.sum_of_two(target, source, second)
+    device.sum_of_two(found, source.to(DEVICE), second.to(DEVICE))
+    assert same_bits(found.cpu(), target)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)

@@ -360,6 +360,11 @@ def test_accumulate_equals_torch(kernels: HostKernels, dtype: torch.dtype, numel
         target = before.clone()
         kernels.accumulate(target, source, add=add)
         assert same_bits(target, before + source.float() if add else source.float())
+    second = awkward(numel, 3).to(dtype)
+    kernels.sum_of_two(target, source, second)
+    assert same_bits(target, source.float() + second.float())
+    kernels.sum_of_two(target, source, second.float())  # of two dtypes
+    assert same_bits(target, source.float() + second.float())
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)

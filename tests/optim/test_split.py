@@ -233,7 +233,7 @@ def test_neither_part_steps_unless_both_can(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts_of(optimizer)[1].kernels, "accumulate", fail, raising=False)
+        patched.setattr(parts_of(optimizer)[1].kernels, "sum_of_two", fail, raising=False)
         loss_of(model, 1).backward()  # a second arrival, which the host cannot add
         with pytest.raises(GradientError, match="out of memory"):
             optimizer.step()

@@ -323,6 +323,46 @@ def test_later_gradients_land_before_the_host_adds_them(
     training.check()
 
 
+def test_the_next_one_lands_while_the_host_adds_another(
+    train: Any, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(30,), tile_numel=100)
+    gradients = training.gradients({0: 2 + LANDING_SLOTS})
+    adding, go_on = threading.Event(), threading.Event()
+    accumulate = training.store.kernels.accumulate
+
+    def slow(*args: Any, **options: Any) -> None:
+        adding.set()
+        assert go_on.wait(20)
+        accumulate(*args, **options)
+
+    monkeypatch.setattr(training.store.kernels, "accumulate", slow)
+    for gradient in gradients[0]:
+        training.arrive(0, gradient)
+    assert adding.wait(20)  # the third: the second came back with its slot
+    assert len(copies) == 2 + LANDING_SLOTS
+    go_on.set()
+    training.commit(gradients)
+    training.check()
+
+
+def test_a_later_gradient_that_could_not_land_is_copied_when_its_turn_comes(
+    train: Any, busy_worker: Callable[[Training], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = train(SimulatedTransfer(0, 0.001), numels=(30,), tile_numel=100)
+    gradients = training.gradients({0: 3})
+    training.arrive(0, gradients[0][0])
+    gate = busy_worker(training)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.transfer, "copy_to_host", _failing)
+        for gradient in gradients[0][1:]:
+            training.arrive(0, gradient)
+    gate.set()
+    training.commit(gradients)
+    training.check()
+    assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+
+
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("numel", [32, 64])
 def test_slots_fit_tiles_that_come_later(

@@ -545,7 +545,7 @@ def test_a_gradient_that_could_not_be_added(train, transfer, monkeypatch: pytest
     """The window is incomplete until it is discarded, however often one asks."""
     training = train(transfer())
     with monkeypatch.context() as patch:
-        fail_at(patch, training.store.kernels, "accumulate", 2, MemoryError("no room"))
+        fail_at(patch, training.store.kernels, "sum_of_two", 2, MemoryError("no room"))
         for _ in range(2):
             for index in (0, 3):
                 training.arrive(index, training.gradient(index))

@@ -49,6 +49,9 @@ def step_table(
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet
 ) -> None: ...
+def sum_of_two(
+    pool: ThreadPool, target: int, first: int, second: int, dtype: int, numel: int, isa: InstructionSet
+) -> None: ...
 def reconcile(
     pool: ThreadPool, master: int, parameter: int, dtype: int, numel: int, adopt: bool, isa: InstructionSet
 ) -> int: ...

@@ -107,6 +107,10 @@ class DeviceKernels:
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         self._elementwise(self._triton.accumulate, target, source, int(add))
 
+    def sum_of_two(self, target: Tensor, first: Tensor, second: Tensor) -> None:
+        self.accumulate(target, first, add=False)
+        self.accumulate(target, second, add=True)
+
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
         differing = torch.zeros(parameter.numel(), dtype=torch.uint8, device=self.device)
         self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)

@@ -115,6 +115,16 @@ class HostKernels:
         """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
         _native.accumulate(self._pool, *checked_pair(target, source, _address), add, self.instruction_set)
 
+    def sum_of_two(self, target: Tensor, first: Tensor, second: Tensor) -> None:
+        """Set ``target = float(first) + float(second)``; ``target`` is float32. One pass, if both are of one dtype."""
+        address, one, dtype, numel = checked_pair(target, first, _address)
+        _, other, other_dtype, _ = checked_pair(target, second, _address)
+        if dtype == other_dtype:
+            _native.sum_of_two(self._pool, address, one, other, dtype, numel, self.instruction_set)
+            return
+        self.accumulate(target, first, add=False)
+        self.accumulate(target, second, add=True)
+
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
         """Count the elements of ``parameter`` whose bits differ from the rounded ``master``; with ``adopt``, copy those
         elements to the master."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,17 +25,26 @@ LANDING_SLOTS = 2
 """While the host adds a later gradient from one slot, the next one is copied to the other."""
 
 
-class _Landing:
-    """A slot for one later gradient, which goes back to where it came from once, whoever gives it back."""
+@dataclass(eq=False)
+class _Addition:
+    """A later gradient on its way to the sum of its segment: copied to a landing slot, then added by the worker.
 
-    def __init__(self, free: deque[Slot]) -> None:
-        self.slot = free.popleft()
-        self._free = free
-        self._held = [self.slot]
+    ``withdrawn``: it never reached the worker.
+    """
 
-    def give_back(self) -> None:
-        with contextlib.suppress(IndexError):
-            self._free.append(self._held.pop())
+    tile: Tile
+    segment: Segment
+    entry: Entry
+    window: int
+    withdrawn: bool = False
+    copied: CopyHandle | None = None
+    slot: Slot | None = None
+    free: deque[Slot] = field(default_factory=deque)
+    """Where its slot came from."""
+
+    @property
+    def due(self) -> bool:
+        return not self.withdrawn and self.tile.window == self.window
 
 
 class Arrivals:
@@ -54,6 +65,10 @@ class Arrivals:
         self._landing_bytes = 0
         self._landing: deque[Slot] = deque()
         """Slots that no later gradient is in or on its way to. The worker gives them back."""
+        self._queued: deque[_Addition] = deque()
+        """Later gradients that wait for a slot, in their order, which is that of the worker."""
+        # The thread that brings gradients lands them, and so does the worker.
+        self._lock = threading.Lock()
         self._waiting = Waiting(transfer.most_together)
 
     @property
@@ -65,7 +80,8 @@ class Arrivals:
         slot_bytes = padded_bytes(num_bytes)
         if slot_bytes > self._landing_bytes:
             slots, _ = cut_slots(self._transfer, [slot_bytes] * LANDING_SLOTS)
-            self._landing, self._landing_bytes = deque(slots), slot_bytes
+            with self._lock:
+                self._landing, self._landing_bytes = deque(slots), slot_bytes
 
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         """Take one more gradient of a segment into the window.
@@ -124,32 +140,55 @@ class Arrivals:
     def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
         if tile.accumulator is None:
             tile.accumulator = self._accumulators.take(tile.layout.buffer_numel)
-        window = tile.window
-        landing = _Landing(self._landing) if self._landing else None
-        copied: CopyHandle | None = None
-
-        def add() -> None:
-            try:
-                if tile.window != window:
-                    return
-                assert tile.accumulator is not None
-                total = tile.accumulator[0, segment.layout.in_buffer]
-                if not segment.summed:
-                    self._kernels.accumulate(total, segment.wait(), add=False)
-                    segment.summed, segment.gradient, segment.handle = True, total, None
-                # The tile's slot is free again: its gradient is in the accumulator.
-                handle = copied or self._copy(tile, entry, tile.slot)
-                handle.wait()
-                self._kernels.accumulate(total, handle.target, add=True)
-            finally:
-                if landing is not None:
-                    landing.give_back()
-
+        addition = _Addition(tile, segment, entry, tile.window)
         try:
-            if landing is not None:
-                copied = self._copy(tile, entry, landing.slot)
-            self._worker.submit(add, entry.gradient.nbytes)
+            if self._landing_bytes:
+                self._queued.append(addition)
+                self._land()
+            self._worker.submit(partial(self._add, addition), entry.gradient.nbytes)
         except BaseException:  # Ctrl-C, too
-            if landing is not None:
-                landing.give_back()
+            addition.withdrawn = True
+            self._give_back(addition)
             raise
+
+    def _land(self) -> None:
+        """Begin the copies of the oldest later gradients, as far as there are slots."""
+        with self._lock:
+            while self._landing and self._queued:
+                addition = self._queued.popleft()
+                if addition.due:
+                    addition.free, addition.slot = self._landing, self._landing.popleft()
+                    with contextlib.suppress(Exception):  # it is told when its turn to be added comes
+                        addition.copied = self._copy(addition.tile, addition.entry, addition.slot)
+
+    def _give_back(self, addition: _Addition) -> None:
+        with self._lock:
+            if addition.slot is not None:
+                addition.free.append(addition.slot)
+                addition.slot = None
+
+    def _add(self, addition: _Addition) -> None:
+        """Add a later gradient to its sum, on the worker."""
+        try:
+            if addition.due:
+                self._add_now(addition)
+        finally:
+            self._give_back(addition)
+            self._land()  # the next one is copied while the one in the other slot is added
+
+    def _add_now(self, addition: _Addition) -> None:
+        tile, segment, copied = addition.tile, addition.segment, addition.copied
+        assert tile.accumulator is not None
+        total = tile.accumulator[0, segment.layout.in_buffer]
+        if copied is None:
+            if tile.slot is not None and not segment.summed:  # which frees the tile's slot
+                self._kernels.accumulate(total, segment.wait(), add=False)
+                segment.sum_is(total)
+            copied = self._copy(tile, addition.entry, tile.slot)
+        first = None if segment.summed else segment.wait()
+        copied.wait()
+        if first is None:
+            self._kernels.accumulate(total, copied.target, add=True)
+        else:
+            self._kernels.sum_of_two(total, first, copied.target)
+            segment.sum_is(total)

@@ -114,6 +114,10 @@ class Segment:
         offset, numel = self.layout.parameter_offset, self.layout.numel
         return values if numel == values.numel() else values[offset : offset + numel]
 
+    def sum_is(self, total: Tensor) -> None:
+        """Set the gradient to a sum in the tile's accumulator."""
+        self.summed, self.gradient, self.handle = True, total, None
+
     def wait(self) -> Tensor:
         """Wait until the gradient's copy is done, and return the gradient."""
         if self.handle is not None:
