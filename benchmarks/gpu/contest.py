@@ -40,8 +40,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Scale:
-    """How big and how long: the Llama, the points, steps to prepare its weights and of the curves, and a limit for
-    one process in seconds."""
+    """How big and how long: the Llama, the points, steps to prepare its weights (0: they are random) and of the curves,
+    and a limit for one process in seconds."""
 
     llama: LlamaSize
     points: tuple[Point, ...]
@@ -54,6 +54,7 @@ _POINTS = (Point(1, 2, 5), Point(4, 2, 3), Point(16, 2, 3))
 SCALES = {
     "tiny": Scale(LlamaSize(64, 2, 128, 64), (Point(1, 2, 3), Point(4, 2, 2)), 5, 10, 300),
     "1.2b": Scale(LlamaSize(2048, 22, 5632, 4096), _POINTS, 200, 40, 200),
+    "1.2b-short": Scale(LlamaSize(2048, 22, 5632, 4096), (Point(4, 2, 3),), 0, 4, 100),
     "3b": Scale(LlamaSize(3072, 26, 8192, 4096), _POINTS, 200, 40, 300),
 }
 
@@ -91,9 +92,10 @@ class Contest:
             text_path, weights_path = str(Path(folder) / "text.pt"), str(Path(folder) / "weights.pt")
             torch.save(self._text(), text_path)
             run = self._run(text_path, weights_path)
-            self._note("preparing weights")
-            self.results["preparation"] = self._in_process("prepare", run)
-            if "failed" not in self.results["preparation"]:
+            if self._scale.prepare_steps:
+                self._note("preparing weights")
+                self.results["preparation"] = self._in_process("prepare", run)
+            if "failed" not in self.results.get("preparation", {}):
                 run = replace(run, first_row=self._scale.prepare_steps, learning_rate=_RATE)
                 self._measure_point(first, run)
                 self._measure_curves(run)
@@ -107,7 +109,7 @@ class Contest:
         settings, scale = self._settings, self._scale
         return Run(
             BY_HAND, scale.llama, settings.device, settings.threads, _PREPARE_RATE, 1, 0, scale.prepare_steps, 0,
-            text_path, weights_path,
+            text_path, weights_path if scale.prepare_steps else None,
         )  # fmt: skip
 
     def _text(self) -> torch.Tensor:
@@ -137,11 +139,11 @@ class Contest:
             self._note(f"loss curve: {name}")
             curve = replace(run, contestant=name, steps=self._scale.curve_steps, deterministic=True)
             self.results["curves"][name] = self._in_process("train", curve)
-        curves = self.results["curves"]
-        self.results["largest_loss_difference"] = {
-            name: largest_difference(curves[RESIDENT], curves[name]) for name in (AHEAD, BY_HAND)
-        }
-        self._save(self.results)
+            curves = self.results["curves"]
+            self.results["largest_loss_difference"] = {
+                name: largest_difference(curves[RESIDENT], curves[name]) for name in (AHEAD, BY_HAND) if name in curves
+            }
+            self._save(self.results)
 
     def _in_process(self, job: str, run: Run) -> dict[str, Any]:
         """What the process wrote, or ``{"failed": why}``; ends it, and what it started, at the limit."""

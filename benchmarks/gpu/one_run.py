@@ -45,7 +45,7 @@ class Run:
         steps: steps on the clock.
         first_row: of the text, where training begins.
         text_path: int64 ``[rows, tokens]``, by ``torch.save``.
-        weights_path: where training begins from, or what the preparation writes.
+        weights_path: where training begins from, or what the preparation writes; None: random weights.
         deterministic: with torch's deterministic algorithms, and a digest of the weights at the end.
     """
 
@@ -59,7 +59,7 @@ class Run:
     steps: int
     first_row: int
     text_path: str
-    weights_path: str
+    weights_path: str | None
     deterministic: bool = False
 
 
@@ -78,6 +78,7 @@ def prepare_weights(run: Run) -> dict[str, Any]:
             group["lr"] = run.learning_rate * min(1.0, (number + 1) / _WARMUP_STEPS)
         training.step(text[number * run.backwards :][: run.backwards])
         norms.append(training.grad_norm())
+    assert run.weights_path is not None
     torch.save(model.state_dict(), run.weights_path)
     return {"parameters": _numel(model), "grad_norms": norms}
 
@@ -95,7 +96,8 @@ def train(run: Run) -> dict[str, Any]:
     prepare(run.contestant, _way(run))
     load_torch_optimizers()
     model = _checkpointed(run)
-    model.load_state_dict(torch.load(run.weights_path, map_location=run.device, mmap=True))
+    if run.weights_path is not None:
+        model.load_state_dict(torch.load(run.weights_path, map_location=run.device, mmap=True))
     text = torch.load(run.text_path)[run.first_row :].to(run.device)
     resident, available = PeakResident(), available_bytes()
     training = start(run.contestant, model, _way(run))

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from benchmarks import llama
 from benchmarks.gpu import contest, contestants, figures, one_run, rows
+from benchmarks.gpu.__main__ import _chosen
 from benchmarks.gpu.contest import Contest, Point, Scale, Settings, largest_difference
 from benchmarks.gpu.contestants import AHEAD, BY_HAND, ENGINE, ONE_LINE, RESIDENT, TORCHAO, Training
 from benchmarks.gpu.one_run import Run, attempt
@@ -193,6 +195,24 @@ def test_a_process_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "_scale", replace(made._scale, limit_s=300.0))
     failed = made._in_process("train", replace(run, weights_path="nowhere.pt"))["failed"]
     assert failed.startswith("FileNotFoundError") and "nowhere.pt" in failed
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_without_preparation_all_begin_from_the_same_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contest.SCALES, "tiny", Scale(SIZE, (Point(1, 0, 2),), 0, 2, 0.5))
+    made = make_contest((BY_HAND, RESIDENT), lambda job, asked: attempt(job, replace(asked, text_path=run.text_path)))
+    results = made.measure()
+    assert "preparation" not in results
+    by_hand, resident = (each["losses"] for each in results["runs"])
+    assert by_hand[0] == resident[0]
+    assert results["largest_loss_difference"][AHEAD] == 0.0
+    assert [row.what for row in rows.rows(results)][:2] == [f"16 tokens a step: {name}" for name in (BY_HAND, RESIDENT)]
+
+
+def test_chosen_contestants_run_in_the_order_asked_for() -> None:
+    assert _chosen(["torchao", "by hand"]) == [TORCHAO, BY_HAND]
+    with pytest.raises(typer.BadParameter, match=r"--only 'deep freeze' is in no name; the names: no offload"):
+        _chosen(["by hand", "deep freeze"])
 
 
 # -- pictures and memory ----------------------------------------------------------

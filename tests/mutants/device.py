@@ -14,6 +14,8 @@ CAPTURE = "tests/simulated_device/test_capture.py"
 TIMES = "tests/tracing/test_device_times.py"
 COUNTED = "tests/simulated_device/test_counted.py"
 RESIDENT = "tests/simulated_device/test_triton_kernels.py"
+HOST_INPUTS = "tests/engine/test_host_inputs.py"
+INPUTS = "engine/host_inputs.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -83,8 +85,8 @@ MUTANTS = [
     ),
     _mutant(
         "a copy runs on the current stream",
-        "        with current_stream_is(self.stream), torch.no_grad():\n",
-        "        with torch.no_grad():\n",
+        "current_stream_is(self.stream), torch.no_grad():\n            # Only",
+        "torch.no_grad():\n            # Only",
         TRANSFER,
     ),
     _mutant(
@@ -300,5 +302,92 @@ MUTANTS = [
         "    if False:\n",
         f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",
         file="tiles/backend.py",
+    ),
+    _mutant(
+        "an input is fetched before it is on the host",
+        "        if isinstance(after, DeviceCopy | DeviceFetch):\n            self.stream.wait_event(after.event)\n",
+        "",
+        HOST_INPUTS,
+    ),
+    _mutant(
+        "an input is fetched into memory that is still in use",
+        "        self.stream.wait_event(home.record_event())\n",
+        "",
+        HOST_INPUTS,
+    ),
+    _mutant(
+        "an input is read before it is fetched",
+        "        stream.wait_event(self.event)\n",
+        "",
+        HOST_INPUTS,
+    ),
+    _mutant(
+        "an input is not known to be used on another stream",
+        "            whole.record_stream(stream)\n",
+        "            pass\n",
+        HOST_INPUTS,
+    ),
+    _mutant(
+        "a fetch that nobody takes keeps nothing",
+        "            self._copies[:] = [self._fetch]\n",
+        "",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "an input is copied to the host before it is computed",
+        "to_host.enqueue(source, host, [to_host.mark_current()], None)",
+        "to_host.enqueue(source, host, [], None)",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "inputs are fetched when they are asked for",
+        "                saved.fetch()\n",
+        "                pass\n",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "inputs of a call before are not known",
+        "        _latest.call = weakref.ref(self)\n",
+        "",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "memory of the host is given to the next input while a copy reads it",
+        "        for copy in copies:\n            copy.wait()\n",
+        "",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "memory of the host is not used again",
+        "if num_bytes <= free[0].nbytes <= num_bytes + num_bytes // 8:",
+        "if False:",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "memory of the host of other sizes is kept",
+        "while self._free and self.allocated_bytes + num_bytes > self._most_bytes:",
+        "while False:",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "an input takes a block that is too small",
+        "if num_bytes <= free[0].nbytes <= num_bytes + num_bytes // 8:",
+        "if free[0].nbytes <= num_bytes + num_bytes // 8:",
+        HOST_INPUTS,
+        file=INPUTS,
+    ),
+    _mutant(
+        "what was copied to the host stays on the device",
+        "            to_host.forget_finished()\n",
+        "",
+        HOST_INPUTS,
+        file=INPUTS,
     ),
 ]

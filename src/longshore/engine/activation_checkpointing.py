@@ -15,24 +15,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
-import torch
 import torch.utils.checkpoint
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from longshore.engine.config.load import read_file
 from longshore.engine.config.table import KEYS
 from longshore.engine.config.values import WrongValueError
+from longshore.engine.host_inputs import HostInput, InputsOfCall, held_host_bytes
 from longshore.engine.wording import did_you_mean, shown
+
+__all__ = ["checkpoint", "configure", "held_host_bytes", "install", "is_configured", "reset"]
 
 _SECTION = "activation_checkpointing"
 _KEYS = {name: key for (section, name), key in KEYS.items() if section == _SECTION}
-
-_ALIGNMENT_BYTES = 256
-"""The largest alignment of operands that matrix libraries consider when they choose kernels."""
-
 
 # -- settings ----------------------------------------------------------------------
 
@@ -136,8 +132,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
 
     With ``cpu_checkpointing`` the tensors among the arguments (not those inside containers) are copied to host memory,
-    once for each call, and brought back for backward. A nested checkpoint keeps nothing, since the outer
-    one computes it again.
+    once for each call, and brought back for backward, those of each call while the one after it is computed again. Both
+    copies run on streams of their own. A nested checkpoint keeps nothing, since the outer one computes it again.
 
     Args:
         function: a function that returns the same outputs for the same inputs and random state.
@@ -163,8 +159,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Tensors that nested calls save, in
     # forward and in the recomputation, must reach the outer checkpoint's own hooks.
-    hooks = saved_tensors_hooks(HostInput, lambda saved: saved.restore())
-    with hooks if _on_host and not _nesting.inside else contextlib.nullcontext():
+    on_host = _on_host and not _nesting.inside
+    with saved_tensors_hooks(InputsOfCall().save, HostInput.restore) if on_host else contextlib.nullcontext():
         # Keyword arguments are passed by position: torch saves only positional tensors with versions, like autograd.
         return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
@@ -175,73 +171,3 @@ class _Nesting(threading.local):
 
 
 _nesting = _Nesting()
-
-# -- inputs in host memory ---------------------------------------------------------
-
-
-class HostInput:
-    """A copy of one tensor in host memory, which is pinned if the tensor was on a CUDA device.
-
-    Args:
-        tensor: the tensor to copy; it is not kept alive. A dense tensor keeps its memory layout, but neither the
-            repetitions of an expanded tensor nor gaps are copied; torch copies a sparse tensor or a subclass.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device = tensor.device
-        self._size, self._stride = tensor.size(), None
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        with torch.no_grad():
-            as_is = plain and not tensor.is_nested
-            self._host = self._memory_of(tensor) if as_is else tensor.detach().to("cpu", copy=True)
-        _alive.add(self)
-
-    def _memory_of(self, tensor: Tensor) -> Tensor:
-        self._stride = tensor.stride()
-        self._phase = tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
-        spans = ((count - 1) * step for count, step in zip(self._size, self._stride, strict=True))
-        self._extent = 0 if tensor.numel() == 0 else 1 + sum(spans)  # elements from the first to the last in memory
-        self._has_gaps = self._extent > tensor.numel() and _has_no_overlap(self._size, self._stride)
-        source = tensor.detach()
-        if not self._has_gaps:
-            source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
-        pinned = tensor.device.type != "cpu"
-        host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        # torch's pinned allocator does not reuse the block before this copy is done.
-        return host.copy_(source, non_blocking=pinned)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory."""
-        return self._host.numel() * self._host.element_size()
-
-    def restore(self) -> Tensor:
-        """Return a new tensor on the device that the input came from, equal to it bit for bit."""
-        with torch.no_grad():
-            if self._stride is None:
-                return self._host.to(self._device, copy=True)
-            # The copy is enqueued on the current stream. Every stream that may read the input is ordered
-            # after the stream that was current when it was saved, and so after the copy to the host.
-            memory = torch.empty(self._phase + self._extent, dtype=self._host.dtype, device=self._device)
-            restored = memory.as_strided(self._size, self._stride, self._phase)
-            target = restored if self._has_gaps else memory[self._phase :]
-            target.copy_(self._host, non_blocking=self._host.is_pinned())
-            return restored
-
-
-def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return True only if it is certain that no two elements share memory."""
-    end = 1
-    for step, count in sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1):
-        if step < end:
-            return False
-        end += (count - 1) * step
-    return True
-
-
-_alive: WeakSet[HostInput] = WeakSet()
-
-
-def held_host_bytes() -> int:
-    """Return the bytes of host memory that saved inputs take now, until their backward or the end of their graph."""
-    return sum(saved.host_bytes for saved in list(_alive))

@@ -6,18 +6,23 @@ import torch
 
 from longshore.accelerator import is_accelerator
 from longshore.transfer.base import Bundle, CopyHandle, DirectTransfer, FinishedCopy, Transfer, wait_for_all
-from longshore.transfer.device import DeviceTransfer, ResidentTransfer
+from longshore.transfer.device import DeviceCopyStream, DeviceFetch, DeviceFetchStream, DeviceTransfer, ResidentTransfer
+from longshore.transfer.pinned import allocate_pinned
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
     "Bundle",
     "CopyHandle",
+    "DeviceCopyStream",
+    "DeviceFetch",
+    "DeviceFetchStream",
     "DeviceTransfer",
     "DirectTransfer",
     "FinishedCopy",
     "ResidentTransfer",
     "SimulatedTransfer",
     "Transfer",
+    "allocate_pinned",
     "transfer_for",
     "wait_for_all",
 ]

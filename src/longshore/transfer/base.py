@@ -154,6 +154,12 @@ class CopyStream(ABC):
     ) -> CopyHandle:
         """Start the copy on the stream; the caller has acquired the lock."""
 
+    def forget_finished(self) -> None:
+        """Free the sources of copies that have finished, as :meth:`enqueue` does; this does not wait."""
+        with self._lock:
+            while self._copies and self._copies[0][0].done():
+                self._retire()
+
     def drain(self) -> None:
         """Wait for every copy; raise the error of the first copy that failed."""
         with self._lock:

@@ -53,6 +53,10 @@ class DeviceCopyStream(CopyStream):
         self.stream = torch.Stream(device)
         self.times_copies = False
 
+    def mark_current(self) -> torch.Event:
+        """Return the current position of the current stream, for :meth:`enqueue`."""
+        return torch.accelerator.current_stream(self.stream.device).record_event()
+
     def _start(
         self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
     ) -> CopyHandle:
@@ -71,6 +75,55 @@ class DeviceCopyStream(CopyStream):
         copy = DeviceCopy(source, target, event)
         copy.timed = None if begun is None else (begun, event)
         return copy
+
+
+class DeviceFetch(CopyHandle):
+    """Handle of a copy to the device that somebody will :meth:`take`.
+
+    It keeps both tensors until then. Afterwards everything that uses or frees the one on the device follows the copy.
+    """
+
+    def __init__(self, source: Tensor, target: Tensor, whole: Tensor, event: torch.Event, home: torch.Stream) -> None:
+        self.num_bytes = target.nbytes
+        self.event = event
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = source, target, whole
+        self._home = home
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        wait_for(self.event)
+
+    def take(self) -> Tensor:
+        """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
+        assert self._kept is not None
+        _, _, whole = self._kept
+        self._kept = None
+        stream = torch.accelerator.current_stream(whole.device)
+        stream.wait_event(self.event)
+        if stream != self._home:  # which the allocator takes for the one that uses it
+            whole.record_stream(stream)
+        return whole
+
+
+class DeviceFetchStream:
+    """A stream of the device for copies from pinned memory that somebody will take; nothing limits them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+    def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle) -> DeviceFetch:
+        """Copy ``source`` to ``target``, a part of ``whole``, once ``after`` is done. The current stream is the one on
+        which they were allocated."""
+        home = torch.accelerator.current_stream(self.stream.device)
+        # Work that is enqueued on the current stream may still use what was in this memory before.
+        self.stream.wait_event(home.record_event())
+        if isinstance(after, DeviceCopy | DeviceFetch):
+            self.stream.wait_event(after.event)
+        with current_stream_is(self.stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            return DeviceFetch(source, target, whole, self.stream.record_event(), home)
 
 
 class _BesideCurrent(Transfer):

@@ -1,0 +1,205 @@
+"""Inputs of checkpointed functions in host memory: copied there in forward, and fetched ahead of their backward.
+
+Both copies run on streams of their own. Memory of the host is pinned once, and used again for inputs of its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, allocate_pinned
+
+_ALIGNMENT_BYTES = 256
+"""The largest alignment of operands that matrix libraries consider when they choose kernels."""
+
+_IN_FLIGHT_BYTES = 1 << 28
+"""Bytes of inputs that may be on their way to the host before forward waits; they are in device memory until then."""
+
+
+class PinnedBlocks:
+    """Pinned memory that is used again, as pinning takes milliseconds: never more than was in use at once, but for what
+    blocks are larger than inputs.
+
+    Attributes:
+        allocated_bytes: of all blocks, free or not.
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self._most_bytes = self._free_bytes = 0
+        self._lock = threading.Lock()
+        self._free: deque[tuple[Tensor, list[CopyHandle]]] = deque()
+        """Blocks, with the copies that may still read or write them; those that were given back first come first."""
+        self._given_back: deque[tuple[Tensor, list[CopyHandle]]] = deque()
+
+    def give_back(self, block: Tensor, copies: list[CopyHandle]) -> None:
+        """Take a block back, from whatever thread frees an input, also while another one is in :meth:`take`."""
+        self._given_back.append((block, copies))
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return memory that nothing reads or writes any more: uint8 ``[at least num_bytes]``."""
+        with self._lock:
+            while self._given_back:
+                self._free.append(self._given_back.popleft())
+                self._free_bytes += self._free[-1][0].nbytes
+            for index, free in enumerate(self._free):
+                if num_bytes <= free[0].nbytes <= num_bytes + num_bytes // 8:
+                    del self._free[index]
+                    return self._finished(free)
+            self._most_bytes = max(self._most_bytes, self.allocated_bytes - self._free_bytes + num_bytes)
+            while self._free and self.allocated_bytes + num_bytes > self._most_bytes:
+                self.allocated_bytes -= self._finished(self._free.popleft()).nbytes
+            block = allocate_pinned(num_bytes)
+            self.allocated_bytes += num_bytes
+            return block
+
+    def _finished(self, free: tuple[Tensor, list[CopyHandle]]) -> Tensor:
+        block, copies = free
+        self._free_bytes -= block.nbytes
+        for copy in copies:
+            copy.wait()
+        return block
+
+
+_blocks = PinnedBlocks()
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[DeviceCopyStream, DeviceFetchStream]:
+    return DeviceCopyStream(device, _IN_FLIGHT_BYTES), DeviceFetchStream(device)
+
+
+class HostInput:
+    """A copy of one tensor in host memory, which is pinned if the tensor was on an accelerator.
+
+    Args:
+        tensor: the tensor to copy; it is kept alive until it is copied. A dense tensor keeps its memory layout, but
+            neither the repetitions of an expanded tensor nor gaps are copied; torch copies a sparse tensor or a
+            subclass.
+        call: the call that it is an input of.
+    """
+
+    def __init__(self, tensor: Tensor, call: InputsOfCall | None = None) -> None:
+        self._device = tensor.device
+        self._size, self._stride = tensor.size(), None
+        self._call = call
+        self._copies: list[CopyHandle] = []
+        """The last copy that reads or writes the memory of the host."""
+        self._fetch: DeviceFetch | None = None
+        """The copy to the device that has begun and that nobody has asked for."""
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        with torch.no_grad():
+            as_is = plain and not tensor.is_nested
+            self._host = self._memory_of(tensor) if as_is else tensor.detach().to("cpu", copy=True)
+        _alive.add(self)
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        self._stride = tensor.stride()
+        self._phase = tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
+        spans = ((count - 1) * step for count, step in zip(self._size, self._stride, strict=True))
+        self._extent = 0 if tensor.numel() == 0 else 1 + sum(spans)  # elements from the first to the last in memory
+        self._has_gaps = self._extent > tensor.numel() and _has_no_overlap(self._size, self._stride)
+        source = tensor.detach()
+        if not self._has_gaps:
+            source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
+        if tensor.device.type == "cpu" or source.numel() == 0:
+            return torch.empty(source.size(), dtype=tensor.dtype, device="cpu").copy_(source)
+        num_bytes = source.numel() * source.element_size()
+        block = _blocks.take(num_bytes)
+        finalizer = weakref.finalize(self, _blocks.give_back, block, self._copies)
+        finalizer.atexit = False
+        host = block[:num_bytes].view(tensor.dtype).view(source.size())
+        to_host, _ = _streams(tensor.device)
+        self._copies[:] = [to_host.enqueue(source, host, [to_host.mark_current()], None)]
+        return host
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._host.numel() * self._host.element_size()
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is in pinned memory and nobody has begun."""
+        if self._copies and self._fetch is None:
+            to_host, to_device = _streams(self._device)
+            restored, target = self._memory_on_device()
+            self._fetch = to_device.begin(self._host, target, restored, self._copies[0])
+            self._copies[:] = [self._fetch]
+            to_host.forget_finished()
+
+    def restore(self) -> Tensor:
+        """Return a new tensor on the device that the input came from, equal to it bit for bit. Work that is enqueued on
+        the current stream from now on sees it."""
+        with torch.no_grad():
+            if self._stride is None:
+                return self._host.to(self._device, copy=True)
+            self.fetch()
+            if self._call is not None:
+                self._call.fetch_before()
+            if self._fetch is None:
+                restored, target = self._memory_on_device()
+                target.copy_(self._host)
+                return restored
+            fetch, self._fetch = self._fetch, None
+            return fetch.take()
+
+    def _memory_on_device(self) -> tuple[Tensor, Tensor]:
+        """Return new memory as a tensor like the input, and what the host's copy goes to."""
+        assert self._stride is not None
+        memory = torch.empty(self._phase + self._extent, dtype=self._host.dtype, device=self._device)
+        restored = memory.as_strided(self._size, self._stride, self._phase)
+        return restored, restored if self._has_gaps else memory[self._phase :]
+
+
+class InputsOfCall:
+    """The inputs of one call of a checkpointed function. Backward comes to the call that was saved before it next, so
+    the inputs of that one are fetched when those of this one are needed."""
+
+    def __init__(self) -> None:
+        self._inputs: list[weakref.ref[HostInput]] = []
+        self._before = _latest.call
+        _latest.call = weakref.ref(self)
+
+    def save(self, tensor: Tensor) -> HostInput:
+        saved = HostInput(tensor, self)
+        self._inputs.append(weakref.ref(saved))
+        return saved
+
+    def fetch_before(self) -> None:
+        """Begin to fetch the inputs of the call before, if a graph still has them."""
+        before = None if self._before is None else self._before()
+        for reference in [] if before is None else before._inputs:
+            if (saved := reference()) is not None:
+                saved.fetch()
+
+
+class _Latest(threading.local):
+    call: weakref.ref[InputsOfCall] | None = None
+    """The call of this thread that saved inputs last."""
+
+
+_latest = _Latest()
+
+
+def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Return True only if it is certain that no two elements share memory."""
+    end = 1
+    for step, count in sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1):
+        if step < end:
+            return False
+        end += (count - 1) * step
+    return True
+
+
+_alive: weakref.WeakSet[HostInput] = weakref.WeakSet()
+
+
+def held_host_bytes() -> int:
+    """Return the bytes of host memory that saved inputs take now, until their backward or the end of their graph."""
+    return sum(saved.host_bytes for saved in list(_alive))
