@@ -21,12 +21,14 @@ import longshore
 from longshore.errors import LongshoreError
 from longshore.tiles import NO_RECORDER
 from longshore.tiles.events import (
+    ADD,
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,
     DISCARD,
     DROPPED,
     KEPT,
+    MEASURE,
     NORM,
     PUBLISH,
     REDONE,
@@ -126,6 +128,9 @@ def test_each_tile_arrives_is_stepped_and_published_in_this_order(
     for tile in training.tiles:
         arrivals = of_tile(trace.events, tile, ARRIVE, ARRIVE_AGAIN)
         copies = of_tile(trace.events, tile, COPY_TO_HOST)
+        added = of_tile(trace.events, tile, ADD)
+        assert len(added) == len(of_tile(trace.events, tile, ARRIVE_AGAIN))
+        assert all(event.end_ns > event.begin_ns and event.track.startswith("longshore-host") for event in added)
         each = len(of_tile(windows[0], tile, ARRIVE))
         # First arrivals, which are small, are copied together; later ones each by itself.
         later = (backwards - 1) * each
@@ -142,6 +147,11 @@ def test_each_tile_arrives_is_stepped_and_published_in_this_order(
     ahead = named(trace.events, STEP_AHEAD)
     assert len(ahead) == len(named(trace.events, KEPT)) == (3 * len(training.tiles) if memory else 0)
     assert all(event.track.startswith("longshore-host") for event in ahead), "on the worker"
+
+
+def test_measuring_ahead_of_the_norm_is_seen(traced: Trace) -> None:
+    measured = named(traced.events, MEASURE)
+    assert {event.tile for event in measured} and all(event.track.startswith("longshore-host") for event in measured)
 
 
 def test_a_kept_tile_was_stepped_ahead_of_the_verdict(traced: Trace) -> None:

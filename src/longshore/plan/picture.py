@@ -7,8 +7,8 @@ from typing import Any
 
 from longshore.byte_sizes import format_byte_size
 from longshore.plan.planner import Plan
-from longshore.plan.simulation import ADD, FORWARD, GATHER, GATHER_TO_USE, MEASURE, REDUCE
-from longshore.tiles.events import ARRIVE, SCHEDULE, Track
+from longshore.plan.simulation import FORWARD, GATHER, GATHER_TO_USE, REDUCE
+from longshore.tiles.events import ADD, ARRIVE, MEASURE, SCHEDULE, Track
 
 _MOST_BARS = 4000
 _KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations", "other")

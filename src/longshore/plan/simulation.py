@@ -18,8 +18,10 @@ from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_job
 from longshore.sharding.ownership import DEVICE_GATHER_NUMEL, GATHER_NUMEL
 from longshore.sharding.reduction import DEVICE_SLICE_NUMEL, SLICE_NUMEL
 from longshore.tiles.events import (
+    ADD,
     ARRIVE,
     COPY_TO_HOST,
+    MEASURE,
     NORM,
     PIPELINE_DEPTH,
     PUBLISH,
@@ -48,8 +50,6 @@ SHARDED_SCHEDULE: Mapping[str, Row] = {
 
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"
-ADD = "add"
-MEASURE = "measure early"
 STEP_ON_DEVICE = "step on the device"
 _FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Track.COMPUTE),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import Kernels
-from longshore.tiles.events import ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
+from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferPool, Slot, cut_slots, padded_bytes
 from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
@@ -187,8 +187,11 @@ class Arrivals:
             copied = self._copy(tile, addition.entry, tile.slot)
         first = None if segment.summed else segment.wait()
         copied.wait()
+        recorder = tile.recorder
+        begin_ns = recorder.begin(ADD, tile.layout.index)
         if first is None:
             self._kernels.accumulate(total, copied.target, add=True)
         else:
             self._kernels.sum_of_two(total, first, copied.target)
             segment.sum_is(total)
+        recorder.span(ADD, tile.layout.index, begin_ns)

@@ -18,7 +18,7 @@ from torch import Tensor
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import HostRule, Kernels, Scale
 from longshore.tiles.early_norms import Due, EarlyNorms
-from longshore.tiles.events import DROPPED, KEPT, REDONE, STEP_AHEAD
+from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferPool, Slot, available_bytes, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
@@ -211,7 +211,7 @@ class Speculator:
         self._considered.add(tile.layout.index)
         if self._norms.wanted:
             due, scale = self._norms.due(tile), forecast.scale()
-            self._runner.submit(lambda: self._measure(due, scale), 0)
+            self._runner.submit(lambda: self._measure(tile, due, scale), 0)
         if self._predictor.bets:
             tile.move(TileEvent.COMPLETE)
             self._bet_on(tile, forecast)
@@ -241,9 +241,14 @@ class Speculator:
         self._counts["begun"] += 1
         self._runner.submit(lambda: self._run(bet), 0)
 
-    def _measure(self, due: Sequence[Due], scale: Scale) -> None:
-        with contextlib.suppress(Exception):  # the norm is measured again at the verdict, and raises there
-            self._norms.measure(due, scale)
+    def _measure(self, tile: Tile, due: Sequence[Due], scale: Scale) -> None:
+        recorder = tile.recorder
+        begin_ns = recorder.begin(MEASURE, tile.layout.index)
+        try:
+            with contextlib.suppress(Exception):  # the norm is measured again at the verdict, and raises there
+                self._norms.measure(due, scale)
+        finally:
+            recorder.span(MEASURE, tile.layout.index, begin_ns)
 
     def _run(self, bet: Pass) -> None:
         """Run a pass, on the worker. A pass that fails here is repeated at the verdict, and raises there."""

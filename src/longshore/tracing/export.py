@@ -22,6 +22,8 @@ _KINDS = {
     tile_events.ARRIVE: ("#7f8ea3", "backward has computed a parameter's gradient"),
     tile_events.ARRIVE_AGAIN: ("#4b5a70", "another gradient of the same parameter, which is added"),
     tile_events.COPY_TO_HOST: ("#5b8ff9", "a gradient is copied to the host"),
+    tile_events.ADD: ("#1f77b4", "the host adds another gradient of the same parameter"),
+    tile_events.MEASURE: ("#bcbd22", "the host adds up squares of gradients ahead of the norm"),
     tile_events.STEP_AHEAD: ("#2ca02c", "a tile is stepped before step(), into a spare state buffer"),
     tile_events.STEP_IN_PLACE: ("#9467bd", "a tile is stepped inside step()"),
     tile_events.PUBLISH: ("#17a2b8", "new values are copied to a parameter"),
@@ -41,7 +43,7 @@ _KINDS = {
 _TRACKS = {
     "MainThread": "main thread",
     "autograd": "autograd's thread: backward on a device",
-    "longshore-host": "host worker: steps ahead",
+    "longshore-host": "host worker: adds, and steps ahead",
     f"stream: {tile_events.COPY_TO_HOST}": "stream: copies to the host",
     f"stream: {tile_events.PUBLISH}": "stream: copies to the device",
 }

@@ -38,6 +38,9 @@ def allocate_pinned(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         # After a fork (of data loaders) the first write would move a page away from where the copy engines look.
         block.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin, and to translate addresses of
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(block, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError, AssertionError):  # the latter where torch has no CUDA
         torch.cuda.check_error(int(_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
