@@ -30,7 +30,7 @@ test: $(SETUP) test-device
 
 # Tests in processes whose accelerator is the simulated one.
 test-device: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py tests/engine/test_on_device.py tests/engine/test_host_inputs.py tests/optim/test_device.py tests/checkpoint/test_device.py
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py tests/engine/test_on_device.py tests/engine/test_host_inputs.py tests/streaming tests/optim/test_device.py tests/checkpoint/test_device.py
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)

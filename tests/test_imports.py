@@ -22,7 +22,7 @@ LEVELS = [
     {"sharding"},
     {"checkpoint"},
     {"engine"},
-    {"checkpointing", "utils", "tracing", "report"},
+    {"checkpointing", "utils", "tracing", "report", "streaming"},
     {"plan"},
     {"integrations", "compat"},
     {"cli"},

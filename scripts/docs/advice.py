@@ -227,6 +227,12 @@ SECTIONS = (
         "Change what it names so that it is as the message says.",
     ),
     Section(
+        "Models larger than the device",
+        "[`longshore.stream`](streaming.md).",
+        ("streaming/",),
+        "Change what it names so that it is as the message says.",
+    ),
+    Section(
         "Launching and ranks",
         "Who the ranks are, and ranks that do different things. "
         "[The engine](engine.md#errors-and-going-on-after-them) says how to go on.",

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from longshore.optim import AdamW as AdamW
     from longshore.optim import Lion as Lion
     from longshore.optim import Offload as Offload
+    from longshore.streaming import Stream as Stream
+    from longshore.streaming import stream as stream
     from longshore.tracing import annotate as annotate
     from longshore.tracing import trace as trace
     from longshore.transfer import SimulatedTransfer as SimulatedTransfer
@@ -51,6 +53,7 @@ _HOMES = {
     "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError NoCheckpointError "
     "ParameterError RankError",
     "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
+    "longshore.streaming": "Stream stream",
     "longshore.tracing": "annotate trace",
     "longshore.transfer": "SimulatedTransfer",
 }

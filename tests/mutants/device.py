@@ -16,6 +16,9 @@ COUNTED = "tests/simulated_device/test_counted.py"
 RESIDENT = "tests/simulated_device/test_triton_kernels.py"
 HOST_INPUTS = "tests/engine/test_host_inputs.py"
 INPUTS = "engine/host_inputs.py"
+STREAM = "tests/streaming/test_stream.py"
+STREAMED = "streaming/parameters.py"
+RESIDENCE = "streaming/blocks.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -389,5 +392,132 @@ MUTANTS = [
         "",
         HOST_INPUTS,
         file=INPUTS,
+    ),
+    _mutant("a gradient is used before it is on the host", "            copy.wait()\n", "", STREAM, file=STREAMED),
+    _mutant(
+        "a gradient leaves before it is computed",
+        "enqueue(gradient, host, [self.to_host.mark_current()], None)",
+        "enqueue(gradient, host, [], None)",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "gradients leave at the end of backward",
+        "            made.grad_fn._set_sequence_nr(_FIRST)\n",
+        "            pass\n",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "a parameter that was written is not fetched again",
+        "return self._fetch is not None and self._fetched == self._now()",
+        "return self._fetch is not None",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "backward takes a parameter that was written since forward",
+        "if parameter.rest._version != self.saved.version:",
+        "if False:",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "the memory of a block that is given up is kept",
+        "            self.twin.data = nowhere(self.twin, self._lanes.device)\n",
+        "            pass\n",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "autograd keeps the memory of a parameter",
+        "        return SavedValues(self, self._now(), place, use)\n",
+        "        return None\n",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "backward does not say which block it uses",
+        "        self.use()\n        with torch.no_grad():\n",
+        "        with torch.no_grad():\n",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "a parameter that is frozen later has a gradient",
+        "        if rest.requires_grad != self.twin.requires_grad:\n",
+        "        if False:\n",
+        STREAM,
+        file=STREAMED,
+    ),
+    _mutant(
+        "what is written unseen between calls is not fetched",
+        "            self._resident.begin()\n        self._calls += 1\n",
+        "            pass\n        self._calls += 1\n",
+        STREAM,
+        file="streaming/stream.py",
+    ),
+    _mutant(
+        "a forward that is computed again forgets all blocks",
+        " and torch._C._current_graph_task_id() == -1:",
+        ":",
+        STREAM,
+        file="streaming/stream.py",
+    ),
+    _mutant(
+        "the next block is not fetched ahead",
+        "            ahead = self._next.get((self._before, block))\n",
+        "            ahead = None\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a block is given up while it is used",
+        "        in_use = [block for block in [*self._there, self.kept] if block is not None and block.users]\n",
+        "        in_use: list[Block] = []\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "blocks stay on the device",
+        "                if other is not block and other is not ahead:\n",
+        "                if False:\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a parameter of two blocks goes with the first",
+        "                        if not self._shared(parameter, block, ahead):\n",
+        "                        if True:\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "modules keep what was on the device",
+        "                        module._parameters[name] = parameter.rest\n",
+        "                        pass\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "hooks around a block see nothing",
+        "            return tensor if around is None else _Packed(around[0](tensor), around[1])\n",
+        "            return tensor\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "two threads share a block",
+        "        if self.users and self._thread != threading.get_ident():\n",
+        "        if False:\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "what forward writes to a parameter is lost",
+        "        if self.twin._version != self._placed:\n",
+        "        if False:\n",
+        STREAM,
+        file=STREAMED,
     ),
 ]

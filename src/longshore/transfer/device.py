@@ -95,15 +95,19 @@ class DeviceFetch(CopyHandle):
     def wait(self) -> None:
         wait_for(self.event)
 
-    def take(self) -> Tensor:
+    def reach(self) -> Tensor:
         """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
         assert self._kept is not None
         _, _, whole = self._kept
-        self._kept = None
         stream = torch.accelerator.current_stream(whole.device)
         stream.wait_event(self.event)
         if stream != self._home:  # which the allocator takes for the one that uses it
             whole.record_stream(stream)
+        return whole
+
+    def take(self) -> Tensor:
+        """As :meth:`reach`, for the last time: the handle does not keep the tensor any longer."""
+        whole, self._kept = self.reach(), None
         return whole
 
 
@@ -113,7 +117,7 @@ class DeviceFetchStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
 
-    def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle) -> DeviceFetch:
+    def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle | None = None) -> DeviceFetch:
         """Copy ``source`` to ``target``, a part of ``whole``, once ``after`` is done. The current stream is the one on
         which they were allocated."""
         home = torch.accelerator.current_stream(self.stream.device)

@@ -1,0 +1,7 @@
+"""Models larger than the device: parameters rest in host memory, and blocks of them are on the device while in use."""
+
+from __future__ import annotations
+
+from longshore.streaming.stream import Stream, StreamCounts, stream
+
+__all__ = ["Stream", "StreamCounts", "stream"]

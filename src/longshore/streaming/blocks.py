@@ -1,0 +1,192 @@
+"""Blocks: the parameters that are on the device together, and which of them are there.
+
+At most two blocks are on the device: the one in use, and the one that was used next the last time. Nothing depends on
+that order but the time: what is not there when it is used is fetched then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from longshore.errors import LongshoreError, ParameterError
+from longshore.streaming.parameters import SavedValues, StreamedParameter
+
+
+class Place(NamedTuple):
+    """A module that has the parameter, and the name that it has there."""
+
+    module: nn.Module
+    name: str
+    parameter: StreamedParameter
+
+
+class Block:
+    """Parameters that are fetched together, for the forward and the backward of one module.
+
+    Args:
+        name: of the module; "" is the model itself.
+        places: where its parameters are in its modules; one parameter may be in several.
+        resident: the blocks of the model.
+    """
+
+    def __init__(self, name: str, places: Sequence[Place], resident: Resident) -> None:
+        self.name = name
+        self.places = places
+        self.parameters = list({id(place.parameter): place.parameter for place in places}.values())
+        self._resident = resident
+        self.users = 0
+        """Calls of its module that are under way; its parameters are in its modules meanwhile."""
+        self._thread: int | None = None
+        self._by_memory: dict[int, StreamedParameter] = {}
+        """Its parameters, by the address of the memory that they have while it is in use."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parameter.rest.nbytes for parameter in self.parameters)
+
+    def fetch(self) -> None:
+        for parameter in self.parameters:
+            parameter.fetch()
+
+    def use(self) -> None:
+        """Note that backward or forward comes to this block."""
+        self._resident.use(self)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context in which the modules of the block have its parameters on the device."""
+        if self.users and self._thread != threading.get_ident():
+            raise LongshoreError(f"two threads call {self.name or 'the model'} at once; call it from one at a time")
+        self.users += 1
+        try:
+            if self.users == 1:
+                self._thread = threading.get_ident()
+                with self._resident.lock:
+                    self._enter()
+            with saved_tensors_hooks(*self._hooks()):
+                yield
+            if self.users == 1:
+                for parameter in self.parameters:
+                    parameter.check_unwritten()
+        finally:
+            self.users -= 1
+            if not self.users:
+                for module, name, parameter in self.places:
+                    if module._parameters.get(name) is parameter.twin:
+                        module._parameters[name] = parameter.rest
+
+    def _enter(self) -> None:
+        for module, name, parameter in self.places:
+            if module._parameters.get(name) is not parameter.rest:
+                raise ParameterError(
+                    f"parameter {parameter.name} was replaced after longshore.stream(...), which streams the former "
+                    "one; copy values into it (p.data.copy_(...)), or replace it before"
+                )
+            parameter.check()
+        self.use()
+        for parameter in self.parameters:
+            parameter.place()
+        self._by_memory = {
+            each.twin.untyped_storage().data_ptr(): each for each in self.parameters if each.twin.numel()
+        }
+        for module, name, parameter in self.places:
+            module._parameters[name] = parameter.twin  # pyright: ignore[reportArgumentType]
+
+    def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Hooks that keep no parameter in autograd's graph; other tensors go to the hooks around them, if there are."""
+        by_memory = self._by_memory
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.layout == torch.strided and tensor.device == self._resident.device:
+                parameter = by_memory.get(tensor.untyped_storage().data_ptr())
+                saved = None if parameter is None else parameter.save(tensor, self.use)
+                if saved is not None:
+                    return saved
+            return tensor if around is None else _Packed(around[0](tensor), around[1])
+
+        return pack, _unpack
+
+
+class _Packed(NamedTuple):
+    """What the hooks around ours made of a tensor, and the one that makes a tensor of it again."""
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, SavedValues):
+        return saved.restore()
+    return saved.unpack(saved.value) if isinstance(saved, _Packed) else saved
+
+
+class Resident:
+    """Which blocks of a model are on the device.
+
+    Attributes:
+        kept: the block of parameters that are in no other one, which stays from the beginning of a call of the model to
+            the beginning of the next.
+        in_time, late: blocks that were on their way when they were used, and those that were not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        """Forward and autograd's threads use blocks."""
+        self.kept: Block | None = None
+        self.in_time = self.late = 0
+        self._there: list[Block] = []
+        self._before: Block | None = None
+        self._now: Block | None = None
+        self._next: dict[tuple[Block | None, Block], Block] = {}
+        """The block that was used after two others, in their order, the last time."""
+
+    def begin(self) -> None:
+        """Forget what is on the device: somebody calls the model, who may have written to its parameters unseen."""
+        with self.lock:
+            for block in [*self._there, *([] if self.kept is None else [self.kept])]:
+                if not block.users:
+                    for parameter in block.parameters:
+                        parameter.drop()
+            self._there = [block for block in self._there if block.users]
+            self._before = self._now = None
+
+    def use(self, block: Block) -> None:
+        """Fetch a block that is used now, and the one that was used after it the last time; free the others."""
+        with self.lock:
+            if block is self.kept:
+                block.fetch()
+                return
+            if block is self._now and all(parameter.is_there for parameter in block.parameters):
+                return
+            if all(parameter.is_there for parameter in block.parameters):
+                self.in_time += 1
+            else:
+                self.late += 1
+            if block is not self._now:
+                if self._now is not None:
+                    self._next[self._before, self._now] = block
+                self._before, self._now = self._now, block
+            ahead = self._next.get((self._before, block))
+            for other in self._there:
+                if other is not block and other is not ahead:
+                    for parameter in other.parameters:
+                        if not self._shared(parameter, block, ahead):
+                            parameter.drop()
+            self._there = [other for other in self._there if other.users and other is not block and other is not ahead]
+            for each in (block, ahead):
+                if each is not None:
+                    each.fetch()
+                    self._there.append(each)
+
+    def _shared(self, parameter: StreamedParameter, *blocks: Block | None) -> bool:
+        in_use = [block for block in [*self._there, self.kept] if block is not None and block.users]
+        return any(parameter in block.parameters for block in [*blocks, *in_use] if block is not None)

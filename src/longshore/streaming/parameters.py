@@ -1,0 +1,223 @@
+"""One parameter that rests in host memory: its copy on the device, and the way of its gradient back.
+
+While a block is used, its modules have a *twin* in the place of each parameter: a tensor on the device, made once, from
+the parameter, by two autograd functions. So a parameter that is used twice has its gradients added on the device, as
+without streaming, and the sum goes through both functions once: to the host on the device's thread of autograd, and on,
+when the copy is done, to the parameter's own hooks and its ``.grad`` on the thread that called ``backward()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longshore.errors import ParameterError
+from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream
+
+_IN_FLIGHT_BYTES = 1 << 28
+"""Bytes of gradients that may be on their way to the host, and in device memory, before backward waits."""
+_FIRST = (1 << 63) - 1
+"""Sequence number of functions that backward runs as soon as it can."""
+
+
+class Lanes:
+    """The copies of one model: parameters to the device, and gradients to the host, each on a stream of its own.
+
+    Attributes:
+        fetched_bytes: of parameters that were copied to the device so far.
+        returned_bytes: of gradients that were copied to the host so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.to_device = DeviceFetchStream(device)
+        self.to_host = DeviceCopyStream(device, _IN_FLIGHT_BYTES)
+        self.fetched_bytes = self.returned_bytes = 0
+        self._landing: dict[int, CopyHandle] = {}
+        """Copies of gradients that may be under way, by the address that they go to."""
+
+    def fetch(self, values: Tensor) -> DeviceFetch:
+        """Begin to copy values in pinned memory to new memory on the device."""
+        self.fetched_bytes += values.nbytes
+        with torch.inference_mode(False), torch.no_grad():
+            target = torch.empty_like(values, device=self.device)
+            return self.to_device.begin(values, target, target)
+
+    def bring(self, gradient: Tensor) -> Tensor:
+        """Begin to copy a gradient to the host; :meth:`land` waits for it."""
+        self.returned_bytes += gradient.nbytes
+        host = torch.empty_like(gradient, device="cpu", pin_memory=True)
+        copy = self.to_host.enqueue(gradient, host, [self.to_host.mark_current()], None)
+        self._landing[host.data_ptr()] = copy
+        return host
+
+    def land(self, gradient: Tensor) -> None:
+        copy = self._landing.pop(gradient.data_ptr(), None)
+        if copy is not None:
+            copy.wait()
+            del copy
+            self.to_host.forget_finished()  # which would keep the gradient, so that autograd would copy it
+
+
+class _Land(torch.autograd.Function):
+    """Nothing in forward; in backward, wait until a gradient is on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
+        ctx.lanes = lanes
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.lanes.land(gradients[0])
+        return gradients[0], None
+
+
+class _ToDevice(torch.autograd.Function):
+    """A tensor of the device that somebody gives its memory; in backward, begin to bring its gradient to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
+        ctx.lanes = lanes
+        return nowhere(values, lanes.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradient = gradients[0]
+        if gradient.layout != torch.strided:
+            return gradient.cpu(), None
+        return ctx.lanes.bring(gradient), None
+
+
+def nowhere(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of this shape without memory of its own: what reads it reads NaN (or 0, of integers)."""
+    fill = float("nan") if values.is_floating_point() or values.is_complex() else 0
+    with torch.inference_mode(False), torch.no_grad():
+        one = torch.full((1,), fill, dtype=values.dtype, device=device)
+        # No view of it: autograd makes the functions of views anew when their memory changes.
+        shared = torch.empty(0, dtype=values.dtype, device=device)
+        return shared.set_(one.untyped_storage(), 0, values.shape, [0] * values.dim())  # pyright: ignore
+
+
+class _Version(NamedTuple):
+    """Where values were, and how often torch had seen them written."""
+
+    address: int
+    version: int
+
+
+class StreamedParameter:
+    """A parameter whose values rest in pinned memory.
+
+    Args:
+        name: in the model, for messages.
+        rest: the parameter; its memory becomes ``memory``.
+        memory: uint8, of the size of the parameter.
+        lanes: its copies.
+    """
+
+    def __init__(self, name: str, rest: nn.Parameter, memory: Tensor, lanes: Lanes) -> None:
+        self.name = name
+        self.rest = rest
+        self._lanes = lanes
+        with torch.no_grad():
+            values = memory.view(rest.dtype).view(rest.shape)
+            rest.data = values.copy_(rest.data)
+        self._fetch: DeviceFetch | None = None
+        self._fetched = self._now()
+        self._placed = 0
+        self._make_twin()
+
+    def _make_twin(self) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            landed = _Land.apply(self.rest, self._lanes)
+            self.twin = _ToDevice.apply(landed, self._lanes)
+        for made in (landed, self.twin) if self.rest.requires_grad else ():
+            # Of what is ready, backward runs first what was made last, and gradients would wait for all of it.
+            made.grad_fn._set_sequence_nr(_FIRST)
+
+    def _now(self) -> _Version:
+        return _Version(self.rest.data_ptr(), self.rest._version)
+
+    def check(self) -> None:
+        """Raise ParameterError if the parameter is no longer one that can be fetched; follow ``requires_grad``."""
+        rest = self.rest
+        if rest.device.type != "cpu" or rest.dtype != self.twin.dtype or rest.shape != self.twin.shape:
+            raise ParameterError(
+                f"parameter {self.name} rests on the host as {self.twin.dtype} {tuple(self.twin.shape)}, and is now "
+                f"{rest.dtype} {tuple(rest.shape)} on {rest.device}; call model.to(...) before longshore.stream(...), "
+                "which leaves the model where it is"
+            )
+        if rest.requires_grad != self.twin.requires_grad:
+            self._make_twin()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its values, as they are now, are on the device or on their way."""
+        return self._fetch is not None and self._fetched == self._now()
+
+    def fetch(self) -> None:
+        """Begin to copy the values to the device, unless they are there."""
+        if not self.is_there:
+            self._fetched = self._now()
+            self._fetch = self._lanes.fetch(self.rest.detach())
+
+    def values(self) -> Tensor:
+        """Return the values on the device; work of the current stream from now on sees them."""
+        self.fetch()
+        assert self._fetch is not None
+        return self._fetch.reach()
+
+    def place(self) -> None:
+        """Give the twin the values on the device."""
+        self.twin.data = self.values()
+        self._placed = self.twin._version
+
+    def check_unwritten(self) -> None:
+        """Raise ParameterError if somebody wrote to the twin since it was placed."""
+        if self.twin._version != self._placed:
+            raise ParameterError(
+                f"parameter {self.name} was written to in forward, on the device, where its values are a copy that is "
+                "dropped: write to parameters of a streamed model between its calls"
+            )
+
+    def drop(self) -> None:
+        """Free the memory on the device. What is enqueued already still reads it."""
+        if self._fetch is not None:
+            self._fetch = None
+            self.twin.data = nowhere(self.twin, self._lanes.device)
+
+    def save(self, tensor: Tensor, use: Callable[[], None]) -> SavedValues | None:
+        """Return what autograd keeps in the place of ``tensor``, which has memory of the twin; None: ``tensor``."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != self.rest.dtype or tensor.is_conj():
+            return None
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return SavedValues(self, self._now(), place, use)
+
+
+class SavedValues(NamedTuple):
+    """A view of a parameter that backward needs: fetched again when backward comes to it. ``use`` is called first."""
+
+    parameter: StreamedParameter
+    saved: _Version
+    place: tuple[Any, Any, int]
+    use: Callable[[], None]
+
+    def restore(self) -> Tensor:
+        """Raises RuntimeError, as autograd does, if the parameter was written in the meantime."""
+        parameter = self.parameter
+        if parameter.rest._version != self.saved.version:
+            raise RuntimeError(
+                f"parameter {parameter.name}, which is needed for gradient computation, has been modified by an "
+                f"inplace operation since forward (version {parameter.rest._version}, expected {self.saved.version}): "
+                "call backward() before step(), or forward again after it"
+            )
+        self.use()
+        with torch.no_grad():
+            return parameter.values().as_strided(*self.place)

@@ -1,0 +1,239 @@
+"""``longshore.stream``: train a model that is larger than its device, in any loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from longshore.accelerator import is_accelerator
+from longshore.byte_sizes import format_byte_size
+from longshore.engine.model_sharding import WrapPolicy, units_of
+from longshore.errors import LongshoreError, ParameterError
+from longshore.streaming.blocks import Block, Place, Resident
+from longshore.streaming.parameters import Lanes, StreamedParameter
+from longshore.transfer import allocate_pinned
+
+_ALIGNMENT_BYTES = 256
+_OLDEST_TORCH = (2, 11)
+"""Earlier ones were not tried; the order in which backward runs functions is set by a method that is not documented."""
+
+
+class StreamCounts(NamedTuple):
+    """What a streamed model has copied and waited for, since ``longshore.stream``."""
+
+    fetched_bytes: int
+    """Parameters that were copied to the device."""
+    returned_bytes: int
+    """Gradients that were copied to the host."""
+    in_time: int
+    """Uses of a block that was on the device, or on its way, when it was used."""
+    late: int
+    """Uses of a block that nobody had expected: the device waited for the whole copy."""
+
+
+class Stream:
+    """A model whose parameters rest in host memory; made by :func:`stream`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, units: Sequence[nn.Module]) -> None:
+        self._model = model
+        self._device = device
+        self._lanes = Lanes(device)
+        self._resident = Resident(device)
+        self._calls = 0
+        """Calls of the model, or of one of its blocks, that are under way."""
+        names = {id(module): name for name, module in model.named_modules()}
+        owners = {id(inner): unit for unit in reversed(units) for inner in unit.modules()}  # inner units come first
+        places: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {id(unit): [] for unit in (*units, model)}
+        for module in model.modules():
+            owner = owners.get(id(module), model)
+            places[id(owner)] += [
+                (module, name, parameter) for name, parameter in module._parameters.items() if parameter is not None
+            ]
+        self._streamed: dict[int, StreamedParameter] = {}
+        self._blocks = [self._block(names[id(unit)], places[id(unit)]) for unit in (*units, model)]
+        self._resident.kept = self._blocks[-1]
+        self._buffers = [(module, name) for module in model.modules() for name in module._buffers]
+        self._move_buffers(device)
+        # All of them: a checkpoint computes any of them again, by itself.
+        self._modules = [module for module in model.modules() if next(module.parameters(), None) is not None]
+        blocks = dict(zip((id(unit) for unit in (*units, model)), self._blocks, strict=True))
+        for module in self._modules:
+            block = blocks[id(owners.get(id(module), model))]
+            module.forward = _StreamedForward(self, module, block, names[id(module)])
+
+    def _block(self, name: str, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
+        """Move the parameters of a block to one piece of pinned memory."""
+        inside = {id(parameter): parameter for _, _, parameter in found if id(parameter) not in self._streamed}
+        sizes = {key: -(-parameter.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for key, parameter in inside.items()}
+        memory, begin = allocate_pinned(sum(sizes.values())), 0
+        named = {id(parameter): full for full, parameter in self._model.named_parameters()}
+        for key, parameter in inside.items():
+            part = memory[begin : begin + parameter.nbytes]
+            self._streamed[key] = StreamedParameter(named[key], parameter, part, self._lanes)
+            begin += sizes[key]
+        places = [Place(module, attribute, self._streamed[id(parameter)]) for module, attribute, parameter in found]
+        return Block(name, places, self._resident)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        moved: dict[int, Tensor] = {}
+        for module, name in self._buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What was copied and waited for so far."""
+        lanes, resident = self._lanes, self._resident
+        return StreamCounts(lanes.fetched_bytes, lanes.returned_bytes, resident.in_time, resident.late)
+
+    def explain(self) -> str:
+        """Return a description: the blocks and their bytes, what was copied, and how often a block came too late."""
+        *blocks, kept = self._blocks
+        counts = self.counts
+        largest = sorted((block.num_bytes for block in blocks), reverse=True)[:2]
+        lines = [
+            f"{len(blocks)} blocks rest on the host, {format_byte_size(sum(block.num_bytes for block in blocks))}; two "
+            f"of them are on {self._device} at once, at most {format_byte_size(sum(largest))}",
+            f"on the device from forward to the next: {format_byte_size(kept.num_bytes)} that are in no block",
+            f"copied to the device: {format_byte_size(counts.fetched_bytes)}; gradients to the host: "
+            f"{format_byte_size(counts.returned_bytes)}",
+            f"used {counts.in_time + counts.late} times; {counts.late} of them not foreseen: the device waited for the "
+            "copy",
+        ]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Make the model a plain one on the CPU again. Gradients and parameters stay as they are."""
+        if self._calls:
+            raise LongshoreError("the model is being called; call close() after forward")
+        if isinstance(self._model.__dict__.get("forward"), _StreamedForward):
+            self._resident.begin()
+            for module in self._modules:
+                module.__dict__["forward"].unwrap()
+            self._move_buffers(torch.device("cpu"))
+
+    def call(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module of the model with its block in use."""
+        if torch.is_autocast_enabled(self._device.type):
+            raise LongshoreError(
+                "autocast keeps its casts of parameters, which a streamed model's are not there for; use bfloat16 "
+                "parameters (model.bfloat16()) with float32 masters in longshore.AdamW, and no autocast"
+            )
+        if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
+            self._resident.begin()
+        self._calls += 1
+        try:
+            with block.in_use():
+                return forward(*args, **kwargs)
+        finally:
+            self._calls -= 1
+
+
+class _StreamedForward:
+    """The ``forward`` of a module that is streamed."""
+
+    def __init__(self, stream: Stream, module: nn.Module, block: Block, name: str) -> None:
+        self._stream = stream
+        self._module = module
+        self._block = block
+        self._name = name
+        self._own: Any = module.__dict__.get("forward")
+        """What the module itself had for its class's ``forward``, if anything."""
+        self._forward = module.forward
+        functools.update_wrapper(self, self._forward)
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stream.call(self._block, self._forward, args, kwargs)
+
+    def unwrap(self) -> None:
+        if self._own is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._own
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"{self._name or 'the model'} is streamed, and a copy would stream the parameters of this one: copy it "
+            "before longshore.stream(...), or save its state_dict()"
+        )
+
+    __deepcopy__ = __reduce__ = _refuse
+
+
+def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: WrapPolicy = "auto") -> Stream:
+    """Let a model's parameters rest in host memory, and copy them to ``device`` block by block as they are used.
+
+    The model, called as before, computes on ``device``: its inputs have to be there. The block that was used next the
+    last time is copied while one computes, in forward and in backward, and its memory is freed when another one is
+    used; what is in no block stays on the device from one call of the model to the next. Between calls, parameters are
+    ordinary ones on the CPU, in pinned memory: an optimizer steps them there, and gradients come to their ``.grad``,
+    where hooks and ``clip_grad_norm_`` find them. The weights are those without streaming, bit for bit.
+
+    Build the optimizer afterwards: ``longshore.AdamW(model.parameters(), release_gradients=True)``.
+
+    Args:
+        model: on the CPU, with parameters of its own. Its buffers move to ``device``.
+        device: an accelerator.
+        blocks: which modules are blocks, as ``wrap_policy`` of ``longshore.initialize``: ``"auto"`` (transformer
+            blocks, or modules that repeat in a list), names of classes, a number of elements, or a function of name and
+            module.
+
+    Returns:
+        A handle that tells what was copied (:attr:`Stream.counts`, :meth:`Stream.explain`); it need not be kept.
+
+    Raises:
+        ValueError: torch is too old, ``device`` is no accelerator of this machine, or the model has no such blocks.
+        ParameterError: a parameter cannot be streamed; it is named.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        raise ValueError(
+            f"longshore.stream needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is "
+            f"{torch.__version__}; upgrade torch"
+        )
+    device = torch.device(device)
+    if not is_accelerator(device):
+        raise ValueError(f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine")
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    _check(model)
+    units = units_of(model, blocks)
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} has no modules that repeat, so all of it would be on the device at once: say "
+            "which modules are its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
+        )
+    return Stream(model, device, units)
+
+
+def _check(model: nn.Module) -> None:
+    memory: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), _StreamedForward):
+            raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
+        if isinstance(module, nn.RNNBase):
+            raise ParameterError(
+                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed; "
+                "leave it out of the model that is streamed"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ParameterError(f"parameter {name} has no shape yet; call the model once before longshore.stream(...)")
+        if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+            kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
+            raise ParameterError(f"parameter {name} is a {kind}; only plain dense parameters can be streamed")
+        if parameter.device.type != "cpu":
+            raise ParameterError(
+                f"parameter {name} is on {parameter.device}, and longshore.stream takes a model on the CPU; move it "
+                "there first"
+            )
+        if parameter.numel() and (other := memory.setdefault(parameter.data_ptr(), name)) != name:
+            raise ParameterError(
+                f"parameters {other} and {name} share memory and are not one parameter, so their values would part; "
+                "set one of them in both modules"
+            )
