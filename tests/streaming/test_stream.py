@@ -303,13 +303,13 @@ def test_two_threads_at_once_are_refused() -> None:
             failures.append(failure)
 
     def meanwhile(*_: Any) -> None:
+        hook.remove()
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
 
     hook = pair.model.embedding.register_forward_hook(meanwhile)
     loss_of(pair.model, 0)
-    hook.remove()
     assert len(failures) == 1 and "two threads call the model at once" in str(failures[0])
     pair.step(plainly, 0)
 
