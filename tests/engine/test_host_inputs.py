@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longshore.accelerator import current_stream_is
 from longshore.checkpointing import checkpoint, configure, held_host_bytes
 from longshore.engine import activation_checkpointing, host_inputs
-from longshore.engine.host_inputs import HostInput, PinnedBlocks
+from longshore.engine.host_inputs import HostInput, InputsOfCall, PinnedBlocks
 from longshore.transfer import DeviceFetchStream
 
 pytestmark = pytest.mark.gpu
@@ -119,6 +119,32 @@ def test_inputs_of_the_call_before_are_fetched_ahead(fetched: list[int]) -> None
     out.sum().backward()
     # Each call of backward begins when its own inputs, and those of the call before, are on their way.
     assert [sorted(each) for each in seen[3:]] == [[3, 3, 20, 30], [3, 3, 3, 10, 20, 30], [3, 3, 3, 10, 20, 30]]
+
+
+def test_without_memory_for_the_call_before_its_inputs_are_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    expected = gradients(model, plain)
+    fetch_before, begin = InputsOfCall.fetch_before, DeviceFetchStream.begin
+    ahead: list[InputsOfCall] = []
+    refused: list[Any] = []
+
+    def noted(self: InputsOfCall) -> None:
+        ahead.append(self)
+        try:
+            fetch_before(self)
+        finally:
+            ahead.pop()
+
+    def full(self: DeviceFetchStream, *rest: Any) -> Any:
+        if ahead:
+            refused.append(rest)
+            raise torch.OutOfMemoryError("no memory is left")
+        return begin(self, *rest)
+
+    monkeypatch.setattr(InputsOfCall, "fetch_before", noted)
+    monkeypatch.setattr(DeviceFetchStream, "begin", full)
+    found = gradients(model, checkpoint)
+    assert refused and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def test_the_host_waits_for_nothing_while_copies_run() -> None:

@@ -346,8 +346,8 @@ MUTANTS = [
     ),
     _mutant(
         "inputs are fetched when they are asked for",
-        "                saved.fetch()\n",
-        "                pass\n",
+        "                    saved.fetch()\n",
+        "                    pass\n",
         HOST_INPUTS,
         file=INPUTS,
     ),

@@ -463,6 +463,26 @@ def test_the_next_block_is_fetched_ahead(checkpointed: str | None) -> None:
     assert "6 blocks rest on the host" in text and f"{after.late} of them not foreseen" in text
 
 
+def test_without_memory_for_the_next_block_it_is_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(tied=False)
+    pair.step(plainly, 0)
+    begin, refused = DeviceFetchStream.begin, []
+
+    def full(self: DeviceFetchStream, source: Tensor, *rest: Any) -> Any:
+        block = pair.stream._resident._now
+        mine = {each.rest.data_ptr() for each in (*block.parameters, *pair.stream._resident.kept.parameters)}  # type: ignore[union-attr]
+        if source.data_ptr() not in mine:
+            refused.append(source)
+            raise torch.OutOfMemoryError("no memory is left")
+        return begin(self, source, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceFetchStream, "begin", full)
+        pair.step(plainly, 1)
+    assert refused
+    pair.step(plainly, 2)
+
+
 def test_what_was_kept_of_a_forward_is_not_a_number() -> None:
     """A reference to what modules have in forward is no parameter, and its memory is given to others."""
     pair = Pair()

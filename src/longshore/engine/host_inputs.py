@@ -5,6 +5,7 @@ Both copies run on streams of their own. Memory of the host is pinned once, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -176,7 +177,8 @@ class InputsOfCall:
         before = None if self._before is None else self._before()
         for reference in [] if before is None else before._inputs:
             if (saved := reference()) is not None:
-                saved.fetch()
+                with contextlib.suppress(torch.OutOfMemoryError):  # there is time, and there may be memory later
+                    saved.fetch()
 
 
 class _Latest(threading.local):

@@ -6,9 +6,9 @@ that order but the time: what is not there when it is used is fetched then.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class Block:
         """Note that backward or forward comes to this block."""
         self._resident.use(self)
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Context in which the modules of the block have its parameters on the device."""
         if self.users and self._thread != threading.get_ident():
@@ -182,10 +182,12 @@ class Resident:
                         if not self._shared(parameter, block, ahead):
                             parameter.drop()
             self._there = [other for other in self._there if other.users and other is not block and other is not ahead]
-            for each in (block, ahead):
-                if each is not None:
-                    each.fetch()
-                    self._there.append(each)
+            self._there.append(block)
+            block.fetch()
+            if ahead is not None:
+                self._there.append(ahead)
+                with contextlib.suppress(torch.OutOfMemoryError):  # there is time, and there may be memory later
+                    ahead.fetch()
 
     def _shared(self, parameter: StreamedParameter, *blocks: Block | None) -> bool:
         in_use = [block for block in [*self._there, self.kept] if block is not None and block.users]
