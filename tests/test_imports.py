@@ -15,14 +15,14 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 
 LEVELS = [
-    {"errors", "accelerator", "byte_sizes", "layout", "machine"},
+    {"errors", "accelerator", "byte_sizes", "layout", "machine", "units"},
     {"kernels", "transfer"},
-    {"tiles"},
+    {"tiles", "streaming"},
     {"optim"},
     {"sharding"},
     {"checkpoint"},
     {"engine"},
-    {"checkpointing", "utils", "tracing", "report", "streaming"},
+    {"checkpointing", "utils", "tracing", "report"},
     {"plan"},
     {"integrations", "compat"},
     {"cli"},

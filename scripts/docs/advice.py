@@ -216,6 +216,7 @@ SECTIONS = (
             "engine/loss_scale.py",
             "engine/precision.py",
             "engine/model_sharding.py",
+            "units.py",
             "engine/",
         ),
         "Change the argument that it names; [initialize()](reference/engine.md) says what each takes.",

@@ -13,8 +13,9 @@ from torch import nn
 
 from engine import fully_sharded_cases as cases
 from longshore.engine.config import ConfigError
-from longshore.engine.model_sharding import shard_model, units_of
+from longshore.engine.model_sharding import shard_model
 from longshore.engine.weights import Weights
+from longshore.units import units_of
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 DTYPES = pytest.mark.parametrize(

@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is inside a leaf is gathered by itself",
-        "engine/model_sharding.py",
+        "units.py",
         " | {id(leaf) for leaf in whole}) - inside",
         " | {id(leaf) for leaf in whole})",
         (f"{COMPAT_SURFACE}::test_leaves_are_gathered_as_a_whole",),

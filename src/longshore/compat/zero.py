@@ -16,7 +16,7 @@ from longshore.compat.distributed import init_distributed
 from longshore.engine import Config, Init
 from longshore.engine.config.values import kind_in
 from longshore.engine.gathering import comes_in_shards, gather
-from longshore.engine.model_sharding import units_with_leaves
+from longshore.units import units_with_leaves
 
 
 class _Reusable(AbstractContextManager[None]):

@@ -25,7 +25,6 @@ from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
 from longshore.engine.kept import GivenConfig
 from longshore.engine.model_sharding import (
-    WrapPolicy,
     check_already_sharded,
     data_parallel,
     shard_model,
@@ -44,6 +43,7 @@ from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
 from longshore.tiles import memory_for_speculation
+from longshore.units import WrapPolicy
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel

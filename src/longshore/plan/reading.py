@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from longshore.checkpoint.files import DTYPES
 from longshore.engine import Init
-from longshore.engine.model_sharding import units_of
 from longshore.engine.wording import did_you_mean
 from longshore.plan.job import PlannedModel, PlannedParameter, Use
+from longshore.units import units_of
 
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import format_byte_size
-from longshore.engine.model_sharding import WrapPolicy, units_of
 from longshore.errors import LongshoreError, ParameterError
 from longshore.streaming.blocks import Block, Place, Resident
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.transfer import allocate_pinned
+from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
 _OLDEST_TORCH = (2, 11)
