@@ -22,15 +22,19 @@ $(SETUP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	$(BIN)/pip install -q -c constraints.txt -e ".[train,test,lint]"
 	touch $@
 
-demo: $(SETUP)
+demo: $(SETUP) $(SIMULATED)
 	$(BIN)/longshore demo
+	PYTHONPATH=tests $(BIN)/python -m simulated_device.demo
 
 test: $(SETUP) test-device
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # Tests in processes whose accelerator is the simulated one.
+ON_DEVICE := --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py \
+	tests/engine/test_on_device.py tests/engine/test_host_inputs.py tests/streaming tests/cli/test_streaming.py \
+	tests/optim/test_device.py tests/checkpoint/test_device.py
 test-device: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py tests/engine/test_on_device.py tests/engine/test_host_inputs.py tests/streaming tests/optim/test_device.py tests/checkpoint/test_device.py
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" $(ON_DEVICE)
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)
@@ -38,12 +42,14 @@ simulated-device: $(SIMULATED)
 $(SIMULATED): $(SETUP) $(wildcard tests/simulated_device/native/*)
 	PYTHONPATH=tests $(BIN)/python -m simulated_device
 
-test-slow: $(SETUP)
+test-slow: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE)
 
 # A third of that, another third for each commit.
-test-slow-sample: $(SETUP)
+test-slow-sample: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full" --third-of $$(git rev-parse HEAD)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE) --third-of $$(git rev-parse HEAD)
 
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)

@@ -19,6 +19,7 @@ _KEYS = {
     "tests/engine/config/test_translate.py::test_old_names": (
         "fp32_allreduce",
         "zero_optimization.cpu_offload",
+        "zero_optimization.cpu_offload_param",
         "allgather_size",
         "bf16.check_overflow",
     ),
@@ -31,6 +32,9 @@ _KEYS = {
     ),
     "tests/engine/test_reduction.py::test_overlap_comm": ("zero_optimization.overlap_comm",),
     "tests/engine/test_reduction.py::test_offload": ("zero_optimization.offload_optimizer.device",),
+    "tests/engine/test_on_device.py::test_one_rank_with_parameters_on_the_host": (
+        "zero_optimization.offload_param.device",
+    ),
     "tests/engine/test_split.py::test_ratio": ("zero_optimization.offload_optimizer.ratio",),
     "tests/engine/test_speculation.py::test_super_offload": ("zero_optimization.offload_optimizer.super_offload",),
     "tests/engine/test_speculation.py::test_the_share_of_the_cpus": (

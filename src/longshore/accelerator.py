@@ -32,6 +32,16 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a stream of ``device`` on which nobody else's collectives wait.
+
+    torch has 32 streams of each priority and hands them out in turn, again and again: those of communicators (nccl's
+    have priority 0) and of FSDP2 (-1) may be the same one. A collective that waits there for another rank would hold up
+    what comes after it, for which that rank may wait.
+    """
+    return torch.Stream(device, priority=-2)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of ``device`` records a graph (a CUDA graph, say), and computes nothing now."""
     if device.type == "cpu":
@@ -134,7 +144,7 @@ class WaitingStream:
     """A stream of a device that does nothing but wait, so that its events say when something has ended."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        self._stream = new_stream(device)
 
     def after(self, wait: Callable[[], object]) -> torch.Event:
         """Return an event behind what ``wait`` lets the current stream wait for."""

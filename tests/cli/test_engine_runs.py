@@ -303,7 +303,7 @@ def test_refused(train, options, message):
 
 
 def test_the_cpu_beside_cuda(train, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("longshore.cli.job.accelerator_type", lambda: "cuda")
     assert "--device cpu: with --stage or --config training is on CUDA" in train("--stage", "2").refused()
 
 

@@ -243,11 +243,20 @@ OF_NO_BIT = {
         "resume_auto",
     ),  # stage: the order of sums
     *("paths", "tokenizer", "device"),  # the tokens themselves are compared, and where the model is
+    "stream",  # but for --release-gradients, which it means
 }
 OF_NO_BIT_IN_THE_ENGINE = {
     *("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),  # the loop's, which are compared
     *("managed_accumulation", "drop_last"),  # the loop declares each boundary, and has its own batches
-    *("stage", "offload_device", "offload_ratio", "overlap_comm", "reduce_bucket_numel", "allgather_bucket_numel"),
+    *(
+        "stage",
+        "offload_device",
+        "param_device",
+        "offload_ratio",
+        "overlap_comm",
+        "reduce_bucket_numel",
+        "allgather_bucket_numel",
+    ),
     *("wrap_policy", "leaf_classes", "leaf_names", "leaf_name_suffixes", "gather_on_save", "detect_writes"),
     "compute_grad_norm",
     *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),

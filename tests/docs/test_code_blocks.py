@@ -23,6 +23,10 @@ NOT_RUN = {
     ): "minutes even at its smallest; tests/benchmarks/test_gpu.py runs its parts",
     ("README.md", "pip install ."): "installs packages",
     ("docs/index.md", "pip install ."): "installs packages",
+    (
+        "docs/streaming.md",
+        "longshore train --model",
+    ): "needs an accelerator; tests/cli/test_streaming.py runs it on the simulated one",
     ("docs/streaming.md", "import longshore"): "needs an accelerator; tests/streaming runs it on the simulated one",
 }
 """By page and how the block begins. A line more has to be argued for: what can run in a small form does."""

@@ -61,7 +61,7 @@ def step_ahead(store: Any, ahead: str) -> None:
 
 
 def _device(place: str, rank: int) -> torch.device:
-    """Where the model is: ``"device"`` and ``"device split"`` are the accelerator of this rank."""
+    """Where the model computes: on the accelerator of this rank if ``place`` begins with ``"device"``."""
     return torch.device(device_type(), rank) if place.startswith("device") else torch.device("cpu")
 
 
@@ -77,6 +77,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
     config = longshore.Config(
         stage=stage,
         offload_device="none" if place == "none" else "cpu",
+        param_device="cpu" if place == "device streamed" else "none",
         reduce_bucket_numel=bucket_numel,
         allgather_bucket_numel=bucket_numel,
         gradient_clipping=scenario.clip,
@@ -152,7 +153,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
                 clipped += coefficient < 1.0
             oracle.loop.step(gradients, coefficient)
             for (fqn, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
-                assert torch.equal(whole(ours), theirs), f"step {step}: {fqn} differs"
+                assert torch.equal(whole(ours), theirs.to(ours.device)), f"step {step}: {fqn} differs"
             if (record := engine.optimizer.speculation) is not None:
                 kept, redone = kept + record.kept, redone + record.redone
             for entry, parameter in zip(engine.explain(False).parameters, oracle.loop.parameters, strict=True):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_device import compiles_triton
+from on_device import compiles_triton, device_type
 from ranks import RankFailure, Ranks
 
-from engine import cases, failure_cases
+import longshore
+from engine import cases, failure_cases, resting_cases
 from engine.scenarios import SCENARIOS
 from engine.test_table import LONG
 
@@ -31,6 +32,32 @@ def test_one_rank(scenario: str, dtype: str, ahead: str) -> None:
     assert result["steps"] == SCENARIOS[scenario].steps
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(tuple(COLUMNS), list(itertools.product(*COLUMNS.values())))
+def test_one_rank_with_parameters_on_the_host(scenario: str, dtype: str, ahead: str) -> None:
+    result = cases.run(scenario, 3, "device streamed", "small", dtype, ahead, 1)
+    assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_parameters_that_an_optimizer_holds_are_those_of_the_model_that_initialize_moves(to_host: bool) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).to(device_type() if to_host else "cpu")
+    held = list(model.parameters())
+    held[0].grad = torch.ones_like(held[0])
+    config = longshore.Config(stage=3, offload_device="cpu", param_device="cpu" if to_host else "none")
+    with pytest.warns(UserWarning, match="discarded the gradients that 1 parameters still had"):
+        engine = longshore.initialize(model=model, optimizer=torch.optim.AdamW(held), config=config).engine
+    try:
+        before = [each.detach().clone() for each in held]
+        engine.backward(engine(torch.ones(2, 8, device=engine.device)).sum())
+        engine.step()
+        assert [id(each) for each in model.parameters()] == [id(each) for each in held]
+        assert not any(torch.equal(*each) for each in zip(held, before, strict=True))
+        assert {each.device.type for each in held} == {"cpu" if to_host else device_type()}
+    finally:
+        engine.destroy()
+
+
 TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split"] if compiles_triton() else ["device"]}
 
 
@@ -39,6 +66,29 @@ TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split
 def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2):
         assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(tuple(COLUMNS), list(itertools.product(*COLUMNS.values())))
+def test_two_ranks_with_parameters_on_the_host(scenario: str, dtype: str, ahead: str, two_devices: Ranks) -> None:
+    for result in two_devices(cases.run, scenario, 3, "device streamed", "small", dtype, ahead, 2):
+        assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@pytest.mark.parametrize("dtype", list(cases.DTYPES))
+@pytest.mark.parametrize("first, second", list(itertools.permutations(resting_cases.PLACES)))
+def test_checkpoints_go_between_parameters_on_the_host_and_on_the_device(
+    first: str, second: str, dtype: str, two_devices: Ranks, tmp_path: Path
+) -> None:
+    resting_cases.resumed(str(tmp_path / "one"), dtype, first, second)
+    two_devices(resting_cases.resumed, str(tmp_path / "two"), dtype, first, second)
+
+
+@pytest.mark.parametrize("dtype", list(cases.DTYPES))
+@pytest.mark.parametrize("place", resting_cases.PLACES)
+def test_what_scripts_do_with_parameters_and_states(place: str, dtype: str, two_devices: Ranks) -> None:
+    resting_cases.handled(place, dtype)
+    two_devices(resting_cases.handled, place, dtype)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -29,6 +29,25 @@ def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FIL
 
 MUTANTS = [
     _mutant(
+        "parameters on the host are written while they are copied",
+        "        wait_for(self.mark())\n        torch.accelerator.synchronize(self.device)\n",
+        "        return\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "parameters on the host are written while another stream copies them",
+        "        wait_for(self.mark())\n        torch.accelerator.synchronize(self.device)\n",
+        "        wait_for(self.mark())\n",
+        TRANSFER,
+    ),
+    _mutant(
+        "an optimizer keeps parameters that initialize() replaced",
+        "            _keep_identity(model, device)\n",
+        "            pass\n",
+        f"{ENGINE}::test_parameters_that_an_optimizer_holds_are_those_of_the_model_that_initialize_moves",
+        file="engine/weights.py",
+    ),
+    _mutant(
         "a copy to the host does not wait for its mark",
         "            for mark in ready:\n                self.stream.wait_event(mark)\n",
         "",

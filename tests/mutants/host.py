@@ -405,7 +405,7 @@ MUTANTS = [
     Mutant(
         "new values of small parameters travel alone",
         "tiles/publishing.py",
-        "    together = transfer.staged and slot is not None\n",
+        "    together = transfer.publishes and slot is not None\n",
         "    together = False\n",
         (ARRIVALS,),
     ),

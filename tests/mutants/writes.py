@@ -10,15 +10,15 @@ MUTANTS = [
     Mutant(
         "the step does not compare parameters with their masters",
         "tiles/backend.py",
-        "Outputs.COMPARED if detect_writes and not transfer.staged else Outputs.WRITTEN",
+        "Outputs.COMPARED if detect_writes and not transfer.publishes else Outputs.WRITTEN",
         "Outputs.WRITTEN",
         (UNSEEN_WRITES,),
     ),
     Mutant(
         "a tile that is stepped ahead has its masters in the parameters",
         "tiles/backend.py",
-        "not transfer.staged and not ahead\n",
-        "not transfer.staged\n",
+        "not transfer.publishes and not ahead\n",
+        "not transfer.publishes\n",
         ("tests/optim/test_own_masters.py",),
     ),
     Mutant(

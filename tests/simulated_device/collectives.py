@@ -171,5 +171,6 @@ def register() -> None:
     """Make ``simccl`` known to ``torch.distributed``, for simulated devices and the CPU."""
     dist.Backend.register_backend("simccl", SimulatedCollectives, devices=[NAME, "cpu"])
     # What DTensors call does not find a group that Python defines.
-    _functional.impl("all_gather_into_tensor", _all_gather, "PrivateUse1")
-    _functional.impl("all_reduce", _all_reduce, "PrivateUse1")
+    for key in ("PrivateUse1", "CPU"):
+        _functional.impl("all_gather_into_tensor", _all_gather, key)
+        _functional.impl("all_reduce", _all_reduce, key)

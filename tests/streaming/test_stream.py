@@ -469,9 +469,9 @@ def test_without_memory_for_the_next_block_it_is_fetched_later(monkeypatch: pyte
     begin, refused = DeviceFetchStream.begin, []
 
     def full(self: DeviceFetchStream, source: Tensor, *rest: Any) -> Any:
-        block = pair.stream._resident._now
-        mine = {each.rest.data_ptr() for each in (*block.parameters, *pair.stream._resident.kept.parameters)}  # type: ignore[union-attr]
-        if source.data_ptr() not in mine:
+        resident = pair.stream._resident
+        used = [block for block in (resident._now, resident.kept) if block is not None]
+        if source.data_ptr() not in {each.rest.data_ptr() for block in used for each in block.parameters}:
             refused.append(source)
             raise torch.OutOfMemoryError("no memory is left")
         return begin(self, source, *rest)
@@ -590,3 +590,23 @@ def test_what_happens_to_a_streamed_model_is_seen() -> None:
     with torch.autocast(device_type(), torch.bfloat16), pytest.raises(LongshoreError, match="autocast keeps its casts"):
         loss_of(pair.model, 0)
     pair.step(plainly, 1)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generating(beams: int) -> None:
+    """``generate()`` of transformers, which puts inputs where the parameters are."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(num_attention_heads=2, eos_token_id=None, **shape)
+    model = transformers.LlamaForCausalLM(config)
+    plain = copy.deepcopy(model).to(device_type())
+    handle = longshore.stream(model, device_type())
+    tokens = torch.randint(3, 60, (2, 5), device=device_type())
+    options = {"max_new_tokens": 4, "num_beams": beams, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    expected = plain.generate(tokens, **options)
+    found = model.generate(tokens, **options)
+    assert found.device == tokens.device and torch.equal(found, expected)
+    assert model.device.type == "cpu" and not any(parameter.device.type != "cpu" for parameter in model.parameters())
+    handle.close()
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(tokens.cpu(), **{**options, "attention_mask": None}), expected.cpu())

@@ -15,8 +15,9 @@ import pytest
 import torch
 from on_device import busy_stream, current_device, device_type, keep_busy
 
+from longshore.accelerator import current_stream_is
 from longshore.tiles import Worker
-from longshore.transfer import CopyHandle, DeviceTransfer, ResidentTransfer
+from longshore.transfer import CopyHandle, DeviceTransfer, ResidentTransfer, RestingTransfer
 
 pytestmark = pytest.mark.gpu
 
@@ -272,3 +273,25 @@ def test_jobs_of_the_worker_have_its_device() -> None:
     worker.close()
     transfer.close()
     assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_parameters_on_the_host_are_written_once_they_are_copied(beside: bool) -> None:
+    """``beside``: they are copied on a stream that the current one does not know of."""
+    device = current_device()
+    transfer = RestingTransfer(device)
+    parameter = floats(transfer, 1000).fill_(3.0)
+    stream = torch.Stream(device) if beside else torch.accelerator.current_stream(device)
+    torch.accelerator.synchronize()
+    with current_stream_is(stream):
+        keep_busy(LONG)
+        copy = torch.empty(1000, device=device).copy_(parameter, non_blocking=True)
+    transfer.begin_publish()
+    new = torch.full((1000,), 4.0)
+    assert transfer.output_for(parameter, new) is parameter
+    assert transfer.copy_to_device(new, parameter).done()
+    transfer.end_publish()
+    torch.accelerator.synchronize()
+    assert all_are(copy, 3.0) and all_are(parameter, 4.0)
+    assert transfer.staged and not transfer.publishes
+    transfer.close()

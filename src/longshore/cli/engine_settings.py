@@ -31,7 +31,9 @@ _RATES = tuple(f"scheduler.params.{name}" for name in ("warmup_max_lr", "cycle_m
 
 
 def with_engine(settings: TrainSettings, given: Mapping[str, Any]) -> TrainSettings:
-    """Return the settings with the engine's configuration; unchanged if neither ``--stage`` nor ``--config`` is given.
+    """Return the settings with the engine's configuration, if ``--stage`` or ``--config`` is given.
+
+    ``--stream`` means ``--release-gradients`` otherwise.
 
     Args:
         settings: with ``train``'s defaults where an option was not given.
@@ -46,6 +48,8 @@ def with_engine(settings: TrainSettings, given: Mapping[str, Any]) -> TrainSetti
         raise SettingsError(str(error)) from error
     if settings.stage is None and settings.config is None:
         _check_without_engine(settings, ranks)
+        if settings.model.stream:  # their norm is the same number wherever they are; torch's depends on the device
+            return replace(settings, optimizer=replace(settings.optimizer, release_gradients=True))
         return settings
     if settings.optimizer.plain:
         raise SettingsError("--plain trains without longshore, and --stage and --config with its engine: leave one out")
@@ -77,10 +81,11 @@ def _check_without_engine(settings: TrainSettings, ranks: int) -> None:
             "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
             "use bf16, or add --stage 0"
         )
-    if settings.optimizer.speculation_memory and not settings.optimizer.release_gradients:
+    released = settings.optimizer.release_gradients or settings.model.stream
+    if settings.optimizer.speculation_memory and not released:
         raise SettingsError(
             "--speculation-memory is for stepping while backward copies gradients to the host, and here they stay on "
-            "the device until the step: add --release-gradients, --stage or --config"
+            "the device until the step: add --release-gradients, --stream, --stage or --config"
         )
 
 
@@ -102,6 +107,7 @@ class _CommandLine:
             "optimizer.params.weight_decay": ("weight_decay", optimizer.weight_decay),
             "gradient_clipping": ("clip", optimizer.clip),
             "zero_optimization.offload_optimizer.device": ("offload", "cpu" if optimizer.offload else "none"),
+            "zero_optimization.offload_param.device": ("stream", "cpu" if self.settings.model.stream else "none"),
             "longshore.speculation_memory": ("speculation_memory", optimizer.speculation_memory),
             "bf16.enabled": ("dtype", dtype == "bf16"),
             "fp16.enabled": ("dtype", dtype == "fp16"),
@@ -112,6 +118,8 @@ class _CommandLine:
         """Return what an option says about ``path``, with the option as the user wrote it."""
         if name == "offload":
             option = "--offload" if self.settings.optimizer.offload else "--no-offload"
+        elif name == "stream":
+            option = "--stream"
         else:
             shown = self.settings.model.dtype if name == "dtype" else self.given.get(name, value)
             option = f"--{name.replace('_', '-')} {shown}"
@@ -231,7 +239,7 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
     notes = () if settings.config is None else loaded.notes  # they are about the file
     return replace(
         settings,
-        model=replace(settings.model, dtype=config.dtype or "fp32"),
+        model=replace(settings.model, dtype=config.dtype or "fp32", stream=config.param_device == "cpu"),
         optimizer=replace(
             settings.optimizer,
             lr=config.optimizer.lr,

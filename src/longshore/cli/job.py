@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+import longshore
+from longshore.accelerator import accelerator_type
 from longshore.byte_sizes import format_byte_size
 from longshore.cli import model, terminal
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
@@ -51,10 +53,10 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
         Diverged: a loss or a gradient norm is NaN or infinite. The results of the steps before it are written.
     """
     settings = with_engine(settings, given)
-    if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
+    if settings.engine is not None and settings.model.device == "cpu" and (found := accelerator_type()) is not None:
         raise terminal.SettingsError(
-            "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
-            "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+            f"--device cpu: with --stage or --config training is on {found.upper()} where there is {found.upper()}; "
+            "set CUDA_VISIBLE_DEVICES (or what hides devices of that type) to nothing to train on the CPU"
         )
     group = RunGroup(joins=settings.engine is not None)
     console = terminal.make_console(quiet=not group.leads)
@@ -62,7 +64,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     # A step of its own: ranks communicate while they make the model, so no rank may have failed before.
     prepared = group.together(lambda: _prepare(settings, *inputs))
     stepper = group.guarded(lambda: _make_stepper(settings, prepared.model))
-    console.print(_headline(settings, prepared), markup=False)
+    console.print(_headline(settings, prepared, stepper.device.type), markup=False)
     if settings.out is None:
         console.print("the trained weights are not kept: that takes --out FOLDER", markup=False)
     exit_code, diverged = _train(settings, prepared, stepper, group, console)
@@ -79,7 +81,7 @@ def _train(
     settings: TrainSettings, prepared: Prepared, stepper: TrainStepper, group: RunGroup, console: Console
 ) -> tuple[int, Diverged | None]:
     """Open the folder, continue from a checkpoint, train, and write the results."""
-    description = describe(settings, prepared.text, prepared.corpus, prepared.model)
+    description = describe(settings, prepared.text, prepared.corpus, prepared.model, stepper.device.type)
     checkpoints = RunCheckpoints(settings, stepper, group.leads)
     group.together(lambda: _open(settings, prepared, description))
     progress = group.guarded(checkpoints.load) if settings.continues else None
@@ -118,17 +120,25 @@ def _train(
 
 
 def choose_device(settings: ModelSettings) -> torch.device:
-    """Return the device; ``auto`` is CUDA if it is available. On CUDA only deterministic kernels are used."""
-    available = torch.cuda.is_available()
-    if settings.device == "cuda" and not available:
-        raise terminal.SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if settings.device == "cpu" or not available:
+    """Return the device; ``auto`` is the accelerator, if there is one, on which only deterministic kernels are used."""
+    found = accelerator_type()
+    if settings.device not in ("auto", "cpu", found):
+        kind = settings.device.upper()
+        raise terminal.SettingsError(
+            f"--device {settings.device}: torch finds no {kind} device here; use --device {found or 'cpu'}"
+        )
+    if settings.device == "cpu" or found is None:
+        if settings.stream:
+            raise terminal.SettingsError(
+                "--stream copies parameters to an accelerator, and training is on the CPU, where they are already: "
+                "leave it out"
+            )
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds atomically
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return torch.device("cuda")
+    return torch.device(found, torch.accelerator.current_device_index())
 
 
 class RunLog:
@@ -334,7 +344,7 @@ def _prepare(
     loop, shared = settings.loop, settings.engine is not None
     sequences = Sequences(corpus, loop.seq_len, loop.seed)
     network = model.build_model(settings.model, loop.seq_len, loop.seed, corpus, tokenizer, shared)
-    if not shared:  # the engine moves its model itself
+    if not shared and not settings.model.stream:  # the engine moves its model itself
         network.to(choose_device(settings.model))
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
 
@@ -342,7 +352,8 @@ def _prepare(
 def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
     try:
         if settings.engine is None:
-            return make_stepper(network, settings.optimizer)
+            stream = longshore.stream(network, choose_device(settings.model)) if settings.model.stream else None
+            return make_stepper(network, settings.optimizer, stream)
         return EngineStepper(network, settings.engine)
     except (ValueError, ModuleNotFoundError) as error:
         raise terminal.CommandError(terminal.one_line(error)) from error
@@ -356,17 +367,16 @@ def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, An
         folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 
 
-def _headline(settings: TrainSettings, prepared: Prepared) -> str:
+def _headline(settings: TrainSettings, prepared: Prepared, device: str) -> str:
     text, sequences = prepared.text, prepared.sequences
     skipped = f" ({text.skipped} that are not text left out)" if text.skipped else ""
-    device = next(prepared.model.parameters()).device.type
     where = "on the host" if settings.optimizer.on_host else "on the device"
     how = ", by plain PyTorch" if settings.optimizer.plain else ""
     if settings.engine is not None:
         how = f", stage {settings.engine.config.stage} on {terminal.plural(settings.loop.ranks, 'rank')}"
     return (
         f"{terminal.quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} "
-        f"on {device}, optimizer state {where}{how}\n"
+        f"{'streamed to' if settings.model.stream else 'on'} {device}, optimizer state {where}{how}\n"
         f"{text.source}: {terminal.plural(len(text.documents), 'file')}{skipped}, "
         f"{terminal.quantity(prepared.corpus.tokens.numel())} tokens, "
         f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"

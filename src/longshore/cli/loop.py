@@ -133,7 +133,7 @@ class Loop:
         self.settings = loop
         self.optimizer = optimizer
         self._stop = stop
-        self._device = next(model.parameters()).device
+        self._device = stepper.device
         self._validation = sequences.validation_batches(loop.eval_batches, loop.batch_size) if loop.eval_every else []
 
     def run(

@@ -110,8 +110,10 @@ class RunCheckpoints:
         return values["progress"]
 
 
-def describe(settings: TrainSettings, text: TextDocuments, corpus: Corpus, model: nn.Module) -> dict[str, Any]:
-    """Return ``run.json`` as it is at the start of a run."""
+def describe(
+    settings: TrainSettings, text: TextDocuments, corpus: Corpus, model: nn.Module, device: str
+) -> dict[str, Any]:
+    """Return ``run.json`` as it is at the start of a run on this type of device."""
     return {
         "longshore": metadata.version("longshore"),
         "torch": torch.__version__,
@@ -121,7 +123,7 @@ def describe(settings: TrainSettings, text: TextDocuments, corpus: Corpus, model
             "architecture": platform.machine(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "device": next(model.parameters()).device.type,
+            "device": device,
         },
         "settings": to_jsonable_python(settings),
         "data": {

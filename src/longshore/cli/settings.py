@@ -117,6 +117,12 @@ class ShapeSettings(CommandSettings):
         return Shape(**{name: getattr(self, name) or value for name, value in SIZES[self.size].__dict__.items()})
 
 
+_STREAM = (
+    "Keep the parameters in host memory, and copy them to the device block by block as they are used: for models "
+    "larger than the device. The weights are the same bits. It means --release-gradients, or goes with --stage 3."
+)
+
+
 @dataclass(frozen=True)
 class ModelSettings(CommandSettings):
     """A shape for random weights, or ``path``, a folder with a model in the format of transformers."""
@@ -124,7 +130,10 @@ class ModelSettings(CommandSettings):
     shape: Shape = SIZES["small"]
     path: Annotated[Path | None, _model("Folder with a causal language model to train.", flag="--model")] = None
     dtype: Annotated[str, _model("Parameters' dtype. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
-    device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[
+        str, _model("cpu, or a type of accelerator (cuda, xpu, ...). auto: the accelerator, if there is one.")
+    ] = "auto"
+    stream: Annotated[bool, _model(_STREAM)] = False
 
     def check_path(self) -> None:
         """Raise CommandError if ``path`` is no folder."""
@@ -283,6 +292,11 @@ class TrainSettings(CommandSettings):
                 raise SettingsError(f"{option} needs --out DIR, the folder of the run")
             if given and self.optimizer.plain:
                 raise SettingsError(f"{option} is for runs of longshore, and --plain trains without it: leave one out")
+        if self.model.stream and not self.optimizer.on_host:
+            why = "--plain" if self.optimizer.plain else "--no-offload"
+            raise SettingsError(
+                f"--stream keeps parameters on the host, and {why} the optimizer state on the device: leave one out"
+            )
         if self.continues and self.overwrite:
             raise SettingsError("--resume continues the run in --out, and --overwrite replaces it: leave one out")
         if self.overwrite and self.out is None:

@@ -63,6 +63,7 @@ class TrainStepper:
     Attributes:
         optimizer: the optimizer, whose groups have the learning rate.
         forward: the callable for the forward pass: the model, or the engine around it.
+        device: where forward and backward are computed.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, offload: bool) -> None:
@@ -70,7 +71,7 @@ class TrainStepper:
         self.forward: Any = model
         self._model = model
         self._offload = offload
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
 
     @property
     def lr(self) -> float:
@@ -105,11 +106,11 @@ class TrainStepper:
     def memory(self) -> MemoryUse:
         state = self.state_bytes()
         host = state if self._offload else 0
-        if self._device.type != "cpu":
-            return MemoryUse(torch.get_device_module(self._device).max_memory_allocated(self._device), host)
-        parameters = list(self._model.parameters())
-        gradients = nbytes(parameter.grad for parameter in parameters)
-        return MemoryUse(state - host + nbytes(map(held_part, parameters)) + gradients, host)
+        parameters = [parameter for parameter in self._model.parameters() if parameter.device.type == "cpu"]
+        values = nbytes(map(held_part, parameters)) + nbytes(parameter.grad for parameter in parameters)
+        if self.device.type != "cpu":
+            return MemoryUse(torch.get_device_module(self.device).max_memory_allocated(self.device), host + values)
+        return MemoryUse(state - host + values, host)
 
     def state_bytes(self) -> int:
         """Return the bytes that the optimizer takes."""
@@ -117,7 +118,7 @@ class TrainStepper:
 
     def save(self, folder: Path, tag: str, values: Mapping[str, Any]) -> None:
         """Save a checkpoint asynchronously, with ``values``."""
-        values = {**values, "random": random_states(self._device)}
+        values = {**values, "random": random_states(self.device)}
         longshore.save(folder, self._model, self.optimizer, tag, values, keep_last=_KEPT, async_save=True)
 
     def wait_for_checkpoint(self) -> None:
@@ -130,7 +131,7 @@ class TrainStepper:
             values = longshore.load(folder, self._model, self.optimizer)
         except NoCheckpointError:
             return None
-        restore_random_states(values["random"], self._device)
+        restore_random_states(values["random"], self.device)
         return values
 
     def close(self) -> None:
@@ -138,9 +139,13 @@ class TrainStepper:
 
 
 class LongshoreStepper(TrainStepper):
-    """``longshore.AdamW``. With ``release_gradients`` the optimizer keeps the gradients, and clips them."""
+    """``longshore.AdamW``. With ``release_gradients`` the optimizer keeps the gradients, and clips them.
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+    Args:
+        stream: of the model, if its parameters rest on the host.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, stream: longshore.Stream | None = None) -> None:
         offload = longshore.Offload(
             device="cpu" if settings.offload else "none", speculation_memory=settings.speculation_memory
         )
@@ -151,6 +156,8 @@ class LongshoreStepper(TrainStepper):
             offload=offload,
         )
         super().__init__(model, optimizer, settings.offload)
+        if stream is not None:
+            self.device = stream.device
         self._released = settings.release_gradients
 
     def clip(self, max_norm: float) -> Tensor:
@@ -221,6 +228,7 @@ class EngineStepper(TrainStepper):
         self._engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
         super().__init__(model, self._engine.optimizer, config.offload_device == "cpu")
         self.forward = self._engine
+        self.device = self._engine.device
         self._stops_at_overflow = settings.stops_at_overflow
 
     def backward(self, loss: Tensor) -> None:
@@ -252,6 +260,6 @@ class EngineStepper(TrainStepper):
         self._engine.destroy()
 
 
-def make_stepper(model: nn.Module, settings: OptimizerSettings) -> TrainStepper:
-    """Return the stepper without the engine that ``settings`` ask for."""
-    return PlainStepper(model, settings) if settings.plain else LongshoreStepper(model, settings)
+def make_stepper(model: nn.Module, settings: OptimizerSettings, stream: longshore.Stream | None = None) -> TrainStepper:
+    """Return the stepper without the engine that ``settings`` ask for; ``stream``: as in :class:`LongshoreStepper`."""
+    return PlainStepper(model, settings) if settings.plain else LongshoreStepper(model, settings, stream)

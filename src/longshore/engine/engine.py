@@ -30,6 +30,7 @@ from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
+from longshore.streaming import Stream
 
 
 class Engine(EngineAttributes):
@@ -41,12 +42,7 @@ class Engine(EngineAttributes):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: TiledOptimizer,
-        config: Config,
-        ranks: Ranks,
-        binding: Binding,
+        self, module: nn.Module, optimizer: TiledOptimizer, config: Config, ranks: Ranks, binding: Binding
     ) -> None:
         super().__init__()
         self.module = module
@@ -56,6 +52,7 @@ class Engine(EngineAttributes):
         self.loss_scaling = make_loss_scale(config.loss_scaling)
         self.binding = binding
         # Set by initialize().
+        self._stream: Stream | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._given = GivenConfig({})
@@ -306,7 +303,7 @@ class Engine(EngineAttributes):
 
     def explain(self, print_it: bool = True) -> Explanation:
         """Describe buckets, tiles, owners and bytes, and what happened to every gradient of the last window."""
-        explanation = explain(self.config, self.ranks, self.optimizer, self.binding)
+        explanation = explain(self.config, self.ranks, self.optimizer, self.binding, self._stream)
         if print_it and self.ranks.rank == 0:
             explanation.print()
         return explanation
@@ -378,6 +375,8 @@ class Engine(EngineAttributes):
                 self._reports.close()
             self.optimizer._core.source.consumed()  # the parameters' .grad, too
             self.optimizer.close()
+            if self._stream is not None:
+                self._stream.close()
             self.ranks.close()
             self.binding.release()
 

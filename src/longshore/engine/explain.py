@@ -17,6 +17,7 @@ from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ShardedStore
+from longshore.streaming import Stream
 from longshore.tiles import SpeculationRecord, TileStore
 
 _MOST_ROWS = 60
@@ -74,6 +75,8 @@ class Explanation:
     """Tiles that were stepped ahead in the last window; None if stepping ahead is off."""
     cpus: str
     """The CPUs and threads of this rank, with the reason."""
+    streaming: str | None = None
+    """What was copied of parameters that rest on the host (:meth:`longshore.Stream.explain`); None: they do not."""
 
     def print(self, console: Console | None = None) -> None:
         """Print tables, with at most 60 parameters, and the number of the others."""
@@ -93,6 +96,8 @@ class Explanation:
         for memory, kinds in (("host", self.host_bytes), ("device", self.device_bytes)):
             parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
             console.print(f"{memory}: {parts}")
+        if self.streaming is not None:
+            console.print(self.streaming)
         if (ahead := self.speculation) is not None:
             console.print(
                 f"stepped ahead: {ahead.begun} tiles, {ahead.kept} kept, {ahead.redone} redone, "
@@ -117,7 +122,9 @@ class Explanation:
             console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
 
 
-def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding) -> Explanation:
+def explain(
+    config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding, stream: Stream | None = None
+) -> Explanation:
     """Describe an engine, given its parts; no rank waits for another."""
     core = optimizer._core
     store, local, records = core.store, core.store.local, core.records
@@ -144,11 +151,12 @@ def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Bi
         numel, dtype = record.parameter.numel(), str(record.dtype)
         rows.append(ParameterRow(record.name, numel, dtype, number, owners, record.step, *counts))
     gradients = [each for record in records if (each := record.parameter.grad) is not None and not is_released(each)]
-    device_bytes = Counter(
+    values = Counter(
         parameters=sum(record.held.numel() * record.held.element_size() for record in records),
         gradients=sum(held_part(each).untyped_storage().nbytes() for each in gradients),
     )
-    device_bytes.update(local.device_bytes())
+    device_bytes, host_bytes = Counter(local.device_bytes()), Counter(local.host_bytes())
+    (device_bytes if stream is None else host_bytes).update(values)
     return Explanation(
         stage=config.stage,
         rank=ranks.rank,
@@ -159,11 +167,12 @@ def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Bi
         buckets=tuple(buckets),
         tiles=len(local.tiles),
         tile_numel=max((tile.layout.numel for tile in local.tiles), default=0),
-        host_bytes=local.host_bytes(),
+        host_bytes=dict(host_bytes),
         device_bytes=dict(device_bytes),
         parameters=tuple(rows),
         speculation=optimizer.speculation,
         cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
+        streaming=None if stream is None else stream.explain(),
     )
 
 

@@ -1,9 +1,11 @@
-"""Stage 3: shard the model with torch's FSDP2, unit by unit, and replace the user's parameters by shards."""
+"""Stage 3: shard the model with torch's FSDP2, unit by unit, and replace the user's parameters by shards; on one rank,
+let parameters rest on the host where that is configured."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded, replace_by_shards
+from longshore.streaming import Stream, stream
 from longshore.units import WrapPolicy, units_with_leaves
 
 if TYPE_CHECKING:
@@ -53,7 +56,13 @@ def shard_model(
         )
     # Imported here: FSDP2 takes a while to import, and only stage 3 needs it.
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     from longshore.sharding.fsdp import FullyShardedModel
 
@@ -64,13 +73,15 @@ def shard_model(
         units = units_with_leaves(model, policy, _leaves_of(model, config))
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         without_memory(model)
+        rest = rest_device(config, ranks)
+        offload = OffloadPolicy() if rest == ranks.device else CPUOffloadPolicy()
         for module in (*units, model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, offload_policy=offload)
         if callable(getattr(model, "generate", None)):
             # transformers' generate() calls parts of the model, such as an encoder, before the model: parameters
             # that belong to no unit have to be gathered by then.
             register_fsdp_forward_method(model, "generate")
-    with_memory(model, ranks.device)
+    with_memory(model, rest_device(config, ranks))
     sharded = FullyShardedModel(model)
     present = dict(model.named_parameters())
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
@@ -79,6 +90,32 @@ def shard_model(
     replace_by_shards((each, present[name]) for name, each in replaced.items())
     sharded.handles.note(replaced)
     return sharded
+
+
+def rest_device(config: Config, ranks: Ranks) -> torch.device:
+    """Return where this rank's parameters are between calls of the model."""
+    return ranks.device if config.param_device == "none" else torch.device("cpu")
+
+
+def stream_model(
+    model: nn.Module, wrap_policy: WrapPolicy | None, config: Config, ranks: Ranks, undo: ExitStack
+) -> Stream | None:
+    """Let a model's parameters rest on the host, on one rank, if that is configured and they would not be there anyway.
+
+    Arguments and errors are as in :func:`shard_model`; ``undo`` makes it a plain model on the CPU again.
+    """
+    if config.param_device == "none" or ranks.device.type == "cpu" or ranks.world_size > 1:
+        return None
+    policy = config.wrap_policy if wrap_policy is None else wrap_policy
+    chosen = {id(unit) for unit in units_with_leaves(model, policy, _leaves_of(model, config))}
+    if not chosen:
+        raise ValueError(
+            f"offload_param copies a model to the device unit by unit, and {type(model).__name__} has no modules that "
+            "repeat; name the classes of its units in longshore.wrap_policy, or give a number of elements there"
+        )
+    streamed = stream(model, ranks.device, blocks=lambda _, module: id(module) in chosen)
+    undo.callback(streamed.close)
+    return streamed
 
 
 def _check_parameters(parameters: Mapping[str, Tensor], scalars: bool) -> None:
@@ -138,6 +175,13 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype:
         )
     if ranks.world_size == 1:
         raise ValueError(f"parameter {first} is a DTensor, and there is one rank; leave fully_shard out with one rank")
+    resting, on_host = config.param_device == "cpu", sharded[first].device.type == "cpu"
+    if ranks.device.type != "cpu" and resting != on_host:
+        raise ValueError(
+            f"fully_shard was applied to the model, and its parameters rest on the {'host' if on_host else 'device'}, "
+            f"while offload_param.device is {config.param_device}; set it to {'cpu' if on_host else 'none'}, or "
+            f"{'leave out' if on_host else 'give'} offload_policy=CPUOffloadPolicy() where fully_shard is called"
+        )
     for name, parameter in sharded.items():
         if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
             raise ValueError(

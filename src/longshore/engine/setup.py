@@ -8,6 +8,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ from longshore.engine.kept import GivenConfig
 from longshore.engine.model_sharding import (
     check_already_sharded,
     data_parallel,
+    rest_device,
     shard_model,
+    stream_model,
     tensor_parallel_size,
 )
 from longshore.engine.monitoring import check_installed
@@ -43,6 +46,7 @@ from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
 from longshore.tiles import memory_for_speculation
+from longshore.transfer import RestingTransfer
 from longshore.units import WrapPolicy
 
 if TYPE_CHECKING:
@@ -90,15 +94,13 @@ def initialize(
         training_data: a dataset, for the third result.
         lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
         distributed_port: port of rank 0, if no launcher names one.
-        mpu: model parallelism; rejected.
+        mpu, mesh_param: model parallelism; rejected.
         dist_init_required: False: the process group has to exist already.
         collate_fn: a function from a list of samples to a batch, for the loader of ``training_data``.
-        config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
-        mesh_param: rejected, as ``mpu`` is.
-        config_params: the old name of ``config``.
+        config, config_params: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
         offload: settings of the host side in place of the configuration's (tests pass a simulated transfer).
-        wrap_policy: at stage 3, which modules are gathered whole: ``"auto"``, names of classes, a number of elements,
-            or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
+        wrap_policy: at stage 3, which modules are gathered, or copied to the device, whole: as in the configuration's
+            ``longshore.wrap_policy``, or a function of name and module. None: the configuration's.
         weights: a safetensors file or a folder of them, for a model that may be on the meta device. None: rank 0's.
         device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
 
@@ -125,12 +127,14 @@ def initialize(
         client, groups = client_optimizer(model, optimizer, model_parameters, settings)
         sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
+        streamed = stream_model(model, wrap_policy, settings, ranks, undo)
         factory = _store_factory(settings, ranks, offload, sharded, binding)
         made = make_optimizer(model, client, groups, settings, factory)
         undo.callback(made.close)  # or its hooks would take gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)
-        engine.lr_scheduler, engine._given = _schedule(lr_scheduler, settings, made, client), GivenConfig.among(configs)
+        engine._stream, engine._given = streamed, GivenConfig.among(configs)
+        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         if training_data is not None:
             engine.training_dataloader = _loader(training_data, engine, data_parallel(ranks, sharded), collate_fn)
         take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was
@@ -162,7 +166,7 @@ def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.Path
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
     if path is not None or not sharded:
-        weights.place(model, ranks, parameters=not in_shards)
+        weights.place(model, ranks, rest_device(settings, ranks), parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
         install(cpu_checkpointing=True)
     return weights
@@ -229,7 +233,9 @@ def _store_factory(
         sum_dtype=DTYPES[config.accumulation_dtype],
         predivide=float(averaged) if config.prescale_gradients else config.gradient_predivide_factor,
     )
-    return ShardedOffload(offload, ranks.group, reduction, config.allgather_bucket_numel, sharded)
+    if rest_device(config, ranks) != ranks.device and offload.transfer is None:
+        offload = replace(offload, transfer=RestingTransfer(ranks.device))
+    return ShardedOffload(offload, ranks.group, reduction, config.allgather_bucket_numel, sharded, ranks.device)
 
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:

@@ -127,14 +127,16 @@ class Weights:
     # -- reading ------------------------------------------------------------------
 
     @torch.no_grad()
-    def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
-        """Move buffers, and parameters if asked, to this rank's device and set their values; all ranks have to call."""
+    def place(self, model: nn.Module, ranks: Ranks, device: torch.device, parameters: bool) -> None:
+        """Move buffers, and parameters if asked, to a device of this rank and set their values; all ranks have to
+        call."""
         for parameter in model.parameters() if parameters else ():
             if parameter.is_meta:
-                put(nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad), into=parameter)
-        _replace(model, "_buffers", lambda each: _empty(each, ranks.device) if each.is_meta else each.to(ranks.device))
+                put(nn.Parameter(_empty(parameter, device), parameter.requires_grad), into=parameter)
+        _replace(model, "_buffers", lambda each: _empty(each, device) if each.is_meta else each.to(device))
         if parameters:
-            model.to(ranks.device)
+            _keep_identity(model, device)
+            model.to(device)
         named = [*model.named_buffers(), *(model.named_parameters() if parameters else ())]
         for name, tensor in named:
             name = self._names.get(name, name)
@@ -263,6 +265,19 @@ def with_memory(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
 
 
+def _keep_identity(model: nn.Module, device: torch.device) -> None:
+    """Move the parameters that ``model.to(device)`` would replace by others, since optimizers hold them already.
+
+    It does so between types of devices of which one is an extension of torch (``PrivateUse1``).
+    """
+    for parameter in model.parameters():
+        moved = parameter.detach().to(device)
+        if not torch._has_compatible_shallow_copy_type(parameter, moved):  # pyright: ignore[reportPrivateImportUsage]
+            gradient = parameter.grad
+            put(nn.Parameter(moved, parameter.requires_grad), into=parameter)
+            parameter.grad = None if gradient is None else gradient.to(device)
+
+
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device)
 
@@ -285,7 +300,7 @@ def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], r
         return
     mine = held_part(parameter)
     item_bytes, nothing = parameter.element_size(), [0] * ranks.world_size
-    received = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    received = torch.empty_like(mine, memory_format=torch.contiguous_format, device=ranks.device)
     source, sent = received.new_empty(0), nothing
     if ranks.rank == 0:
         source, sent = flat(former.detach()).to(ranks.device), [item_bytes * numel for _, numel in shards]

@@ -160,6 +160,15 @@ def locked_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def available_bytes() -> int:
+    """Return how many bytes of host memory can be allocated now without swapping."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def shared_free_bytes(root: Path = Path("/")) -> int | None:
     """Return the free bytes in ``dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
     shared = root / "dev/shm"

@@ -183,10 +183,12 @@ class ParameterRecord:
                 f"parameter {self.name} ({self.dtype}) has a gradient of {gradient.dtype}; "
                 f"it must be {' or '.join(str(dtype) for dtype in dtypes)}"
             )
-        if gradient.device != self.device or gradient.shape != self.shape:
+        leaf = self.leaf()
+        device = self.device if leaf is None else leaf.device
+        if gradient.device != device or gradient.shape != self.shape:
             self.check()  # it is the parameter that changed
             raise GradientError(
-                f"parameter {self.name} is {list(self.shape)} on {self.device}, and its gradient is "
+                f"parameter {self.name} is {list(self.shape)} on {device}, and its gradient is "
                 f"{list(gradient.shape)} on {gradient.device}"
             )
 

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from longshore.kernels import HostKernels
-from longshore.machine import usable_cpus
+from longshore.machine import available_bytes, usable_cpus
 from longshore.plan.job import Job
 from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, MeasuredCompute, PlanMachine
 from longshore.report import Figures, Machine, measure, read_machine
 from longshore.sharding.ownership import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
-from longshore.tiles.memory import available_bytes
 
 Note = Callable[[str], None]
 

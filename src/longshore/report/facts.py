@@ -24,7 +24,7 @@ from longshore import machine
 from longshore.kernels import HostKernels, TileSegment, usable_cpus
 from longshore.machine import text_of
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles.memory import allocate_zeros, available_bytes
+from longshore.tiles.memory import allocate_zeros
 
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "deepspeed", "torchao", "triton")
 _ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")
@@ -172,7 +172,7 @@ def _memory(root: Path) -> HostMemory:
         name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", text_of(root / "proc/meminfo"), re.MULTILINE)
     }
     total = kib["MemTotal"] * 1024 if "MemTotal" in kib else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = kib["MemAvailable"] * 1024 if "MemAvailable" in kib else available_bytes()
+    available = kib["MemAvailable"] * 1024 if "MemAvailable" in kib else machine.available_bytes()
     limits = [text_of(root / "sys/fs/cgroup" / name).strip() for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = next((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), None)
     huge = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/mm/transparent_hugepage/enabled"))

@@ -102,7 +102,8 @@ def _take(gathered: _Gathered) -> bool:
 def _check_same(gathered: _Gathered) -> None:
     shard = gathered.member.sharded_param
     mine = None if shard._version != gathered.shard_version else _part_of(gathered)
-    if mine is not None and not torch.equal(mine.view(torch.uint8), flat(held_part(shard)).view(torch.uint8)):
+    held = flat(held_part(shard))
+    if mine is not None and not torch.equal(mine.to(held.device).view(torch.uint8), held.view(torch.uint8)):
         raise ParameterError(
             f"parameter {gathered.name} was written between a forward and its backward, when there were two tensors "
             "of it, in a way that torch does not count (p.data, NumPy): write it under torch.no_grad() without .data, "

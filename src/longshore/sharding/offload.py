@@ -30,6 +30,7 @@ class ShardedOffload(StoreFactory):
         settings: how gradients are reduced.
         gather_numel: number of elements that are gathered together after a step (stages 1 and 2).
         sharded: the model, at stage 3; otherwise None.
+        device: where gradients come and are reduced; None: where the parameters are.
     """
 
     offload: Offload
@@ -37,6 +38,7 @@ class ShardedOffload(StoreFactory):
     settings: ReductionSettings
     gather_numel: int
     sharded: FullyShardedModel | None = None
+    device: torch.device | None = None
 
     @property
     def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -69,7 +71,8 @@ class ShardedOffload(StoreFactory):
             # At most as many as are gathered together may wait: the device has no room for gradients of all modules.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
         limit_bytes = waiting_numel * torch.float32.itemsize  # this is also the size of two buckets in 16 bits
-        collectives = CollectiveThread(twins_of(self.group, device), device, limit_bytes)
+        reducing = device if self.device is None else self.device
+        collectives = CollectiveThread(twins_of(self.group, reducing), reducing, limit_bytes)
         # If gradients are reduced in step(), there is no backward during which to step ahead.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)

@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from longshore.errors import ParameterError
 from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream
 
-_IN_FLIGHT_BYTES = 1 << 28
-"""Bytes of gradients that may be on their way to the host, and in device memory, before backward waits."""
 _FIRST = (1 << 63) - 1
 """Sequence number of functions that backward runs as soon as it can."""
 
@@ -27,15 +25,20 @@ _FIRST = (1 << 63) - 1
 class Lanes:
     """The copies of one model: parameters to the device, and gradients to the host, each on a stream of its own.
 
+    Args:
+        device: where the model computes.
+        in_flight_bytes: how many bytes of gradients may be on their way to the host, and in device memory, before
+            backward waits.
+
     Attributes:
         fetched_bytes: of parameters that were copied to the device so far.
         returned_bytes: of gradients that were copied to the host so far.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, in_flight_bytes: int) -> None:
         self.device = device
         self.to_device = DeviceFetchStream(device)
-        self.to_host = DeviceCopyStream(device, _IN_FLIGHT_BYTES)
+        self.to_host = DeviceCopyStream(device, in_flight_bytes)
         self.fetched_bytes = self.returned_bytes = 0
         self._landing: dict[int, CopyHandle] = {}
         """Copies of gradients that may be under way, by the address that they go to."""

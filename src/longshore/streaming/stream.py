@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError, ParameterError
+from longshore.machine import available_bytes
 from longshore.streaming.blocks import Block, Place, Resident
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.transfer import allocate_pinned
@@ -36,12 +37,15 @@ class StreamCounts(NamedTuple):
 
 
 class Stream:
-    """A model whose parameters rest in host memory; made by :func:`stream`."""
+    """A model whose parameters rest in host memory; made by :func:`stream`.
+
+    Attributes:
+        device: where the model computes.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, units: Sequence[nn.Module]) -> None:
         self._model = model
-        self._device = device
-        self._lanes = Lanes(device)
+        self.device = device
         self._resident = Resident(device)
         self._calls = 0
         """Calls of the model, or of one of its blocks, that are under way."""
@@ -54,6 +58,9 @@ class Stream:
                 (module, name, parameter) for name, parameter in module._parameters.items() if parameter is not None
             ]
         self._streamed: dict[int, StreamedParameter] = {}
+        sizes = [_nbytes(parameter for _, _, parameter in found) for found in places.values()]
+        _check_fits(model, device, sizes)
+        self._lanes = Lanes(device, max(sizes))
         self._blocks = [self._block(names[id(unit)], places[id(unit)]) for unit in (*units, model)]
         self._resident.kept = self._blocks[-1]
         self._buffers = [(module, name) for module in model.modules() for name in module._buffers]
@@ -63,13 +70,15 @@ class Stream:
         blocks = dict(zip((id(unit) for unit in (*units, model)), self._blocks, strict=True))
         for module in self._modules:
             block = blocks[id(owners.get(id(module), model))]
-            module.forward = _StreamedForward(self, module, block, names[id(module)])
+            # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
+            for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
+                setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method))
 
     def _block(self, name: str, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
         """Move the parameters of a block to one piece of pinned memory."""
         inside = {id(parameter): parameter for _, _, parameter in found if id(parameter) not in self._streamed}
         sizes = {key: -(-parameter.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for key, parameter in inside.items()}
-        memory, begin = allocate_pinned(sum(sizes.values())), 0
+        memory, begin = self._pinned(sum(sizes.values())), 0
         named = {id(parameter): full for full, parameter in self._model.named_parameters()}
         for key, parameter in inside.items():
             part = memory[begin : begin + parameter.nbytes]
@@ -77,6 +86,18 @@ class Stream:
             begin += sizes[key]
         places = [Place(module, attribute, self._streamed[id(parameter)]) for module, attribute, parameter in found]
         return Block(name, places, self._resident)
+
+    def _pinned(self, num_bytes: int) -> Tensor:
+        try:
+            return allocate_pinned(num_bytes)
+        except RuntimeError as error:
+            before = sum(parameter.rest.nbytes for parameter in self._streamed.values())
+            whole = _nbytes(self._model.parameters())
+            raise LongshoreError(
+                f"{format_byte_size(num_bytes)} of host memory cannot be pinned, after {format_byte_size(before)} of "
+                f"the {format_byte_size(whole)} that the parameters take ({str(error).splitlines()[0]}): free memory, "
+                "or raise the limit of locked memory (ulimit -l)"
+            ) from error
 
     def _move_buffers(self, device: torch.device) -> None:
         moved: dict[int, Tensor] = {}
@@ -98,7 +119,7 @@ class Stream:
         largest = sorted((block.num_bytes for block in blocks), reverse=True)[:2]
         lines = [
             f"{len(blocks)} blocks rest on the host, {format_byte_size(sum(block.num_bytes for block in blocks))}; two "
-            f"of them are on {self._device} at once, at most {format_byte_size(sum(largest))}",
+            f"of them are on {self.device} at once, at most {format_byte_size(sum(largest))}",
             f"on the device from forward to the next: {format_byte_size(kept.num_bytes)} that are in no block",
             f"copied to the device: {format_byte_size(counts.fetched_bytes)}; gradients to the host: "
             f"{format_byte_size(counts.returned_bytes)}",
@@ -111,15 +132,16 @@ class Stream:
         """Make the model a plain one on the CPU again. Gradients and parameters stay as they are."""
         if self._calls:
             raise LongshoreError("the model is being called; call close() after forward")
-        if isinstance(self._model.__dict__.get("forward"), _StreamedForward):
+        if isinstance(self._model.__dict__.get("forward"), _StreamedMethod):
             self._resident.begin()
             for module in self._modules:
-                module.__dict__["forward"].unwrap()
+                for found in [each for each in module.__dict__.values() if isinstance(each, _StreamedMethod)]:
+                    found.unwrap()
             self._move_buffers(torch.device("cpu"))
 
-    def call(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module of the model with its block in use."""
-        if torch.is_autocast_enabled(self._device.type):
+    def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of a module of the model with its block in use."""
+        if torch.is_autocast_enabled(self.device.type):
             raise LongshoreError(
                 "autocast keeps its casts of parameters, which a streamed model's are not there for; use bfloat16 "
                 "parameters (model.bfloat16()) with float32 masters in longshore.AdamW, and no autocast"
@@ -129,33 +151,39 @@ class Stream:
         self._calls += 1
         try:
             with block.in_use():
-                return forward(*args, **kwargs)
+                return method(*args, **kwargs)
         finally:
             self._calls -= 1
 
 
-class _StreamedForward:
-    """The ``forward`` of a module that is streamed."""
+class _StreamedMethod:
+    """A method of a module that is streamed, which runs with the module's block in use.
 
-    def __init__(self, stream: Stream, module: nn.Module, block: Block, name: str) -> None:
+    Args:
+        name: of the module in the model.
+        method: the method's name.
+    """
+
+    def __init__(self, stream: Stream, module: nn.Module, block: Block, name: str, method: str) -> None:
         self._stream = stream
         self._module = module
         self._block = block
         self._name = name
-        self._own: Any = module.__dict__.get("forward")
-        """What the module itself had for its class's ``forward``, if anything."""
-        self._forward = module.forward
-        functools.update_wrapper(self, self._forward)
+        self._method = method
+        self._own: Any = module.__dict__.get(method)
+        """What the module itself had for its class's method, if anything."""
+        self._former = getattr(module, method)
+        functools.update_wrapper(self, self._former)
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stream.call(self._block, self._forward, args, kwargs)
+        return self._stream.call(self._block, self._former, args, kwargs)
 
     def unwrap(self) -> None:
         if self._own is None:
-            del self._module.forward
+            delattr(self._module, self._method)
         else:
-            self._module.forward = self._own
+            setattr(self._module, self._method, self._own)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
@@ -188,8 +216,10 @@ def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: Wra
         A handle that tells what was copied (:attr:`Stream.counts`, :meth:`Stream.explain`); it need not be kept.
 
     Raises:
-        ValueError: torch is too old, ``device`` is no accelerator of this machine, or the model has no such blocks.
+        ValueError: torch is too old, ``device`` is no accelerator of this machine, the model has no such blocks, or two
+            of them do not fit in the memory that is free there.
         ParameterError: a parameter cannot be streamed; it is named.
+        LongshoreError: host memory cannot be pinned. The model is as before.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         raise ValueError(
@@ -211,10 +241,37 @@ def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: Wra
     return Stream(model, device, units)
 
 
+def _nbytes(parameters: Iterable[Tensor]) -> int:
+    return sum({id(parameter): parameter.nbytes for parameter in parameters}.values())
+
+
+def _check_fits(model: nn.Module, device: torch.device, sizes: Sequence[int]) -> None:
+    """Raise ValueError if the device has no room for two blocks; ``sizes`` are their bytes, the model's own last."""
+    *blocks, kept = sizes
+    two, largest = sum(sorted(blocks)[-2:]), max(blocks)
+    needed = kept + two + largest
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    if needed > free:
+        smaller = "choose smaller blocks" if two + largest > kept else "choose blocks that have more of it"
+        raise ValueError(
+            f"{type(model).__name__} needs at least {format_byte_size(needed)} on {device}, where "
+            f"{format_byte_size(free)} are free and {format_byte_size(needed - free)} are missing: "
+            f"{format_byte_size(kept)} that are in no block, {format_byte_size(two)} for two blocks, and "
+            f"{format_byte_size(largest)} for the gradients of one; {smaller} (blocks=1_000_000 makes one of each "
+            "module with a million elements), or free memory there"
+        )
+    # The parameters are moved block by block, each of which is there twice meanwhile.
+    if largest > (available := available_bytes()):
+        raise ValueError(
+            f"the largest block has {format_byte_size(largest)}, and {format_byte_size(available)} of host memory are "
+            "available to move it to pinned memory: free memory, or choose smaller blocks"
+        )
+
+
 def _check(model: nn.Module) -> None:
     memory: dict[int, str] = {}
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _StreamedForward):
+        if isinstance(module.__dict__.get("forward"), _StreamedMethod):
             raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
         if isinstance(module, nn.RNNBase):
             raise ParameterError(

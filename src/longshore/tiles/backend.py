@@ -102,7 +102,7 @@ class Backend:
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
         self.kernels = kernels
-        self._outputs = Outputs.COMPARED if detect_writes and not transfer.staged else Outputs.WRITTEN
+        self._outputs = Outputs.COMPARED if detect_writes and not transfer.publishes else Outputs.WRITTEN
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
@@ -120,7 +120,7 @@ class Backend:
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(transfer, kernels, self.accumulators, self.worker)
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
-        self._own_masters = isinstance(kernels, HostKernels) and not transfer.staged and not ahead
+        self._own_masters = isinstance(kernels, HostKernels) and not transfer.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
         spares = BufferPool(buffer_arrays, memory, pending_reads)
@@ -140,7 +140,10 @@ class Backend:
                 self.parts[parameter].append((tile, segment))
         if not added or not self.transfer.staged:
             return
-        passing = [tile.output_bytes for tile in added if not (self._hold_gradients and tile.outputs_fit)]
+        publishes = self.transfer.publishes
+        passing = [
+            tile.output_bytes for tile in added if not self._hold_gradients or (publishes and not tile.outputs_fit)
+        ]
         if self._hold_gradients:
             sizes = [tile.layout.buffer_numel * tile.gradient_dtype.itemsize for tile in added]
             slots, slot_bytes = cut_slots(self.transfer, sizes)
@@ -293,7 +296,7 @@ class Backend:
 
     def _finish(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> None:
         segment_steps = []
-        if self.transfer.staged and not tile.outputs_fit:
+        if self.transfer.publishes and not tile.outputs_fit:
             tile.output_slot = self._ring.next()
             if tile.output_slot.last_publish is not None:
                 tile.output_slot.last_publish.wait()  # the kernel writes at once, on no stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import sys
 import threading
 from collections import deque
@@ -37,15 +36,6 @@ def allocate_zeros(numel: int) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages is slower, but not wrong
             block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.float32)
-
-
-def available_bytes() -> int:
-    """Return how many bytes of host memory can be allocated now without swapping."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocator_on(device: torch.device) -> Callable[[int], Tensor]:

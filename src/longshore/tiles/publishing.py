@@ -31,7 +31,7 @@ def publish(transfer: Transfer, tile: Tile, slot: Slot | None, new: Sequence[New
         slot: where the new values are, in order; None: they are in no slot.
         new: in the order of the tile's buffer.
     """
-    together = transfer.staged and slot is not None
+    together = transfer.publishes and slot is not None
     small = [each for each in new if together and each.segment.layout.small]
     alone = [[each] for each in new if not (together and each.segment.layout.small)]
     for run in [*runs_of_neighbors(small, lambda each: each.segment.place), *alone]:

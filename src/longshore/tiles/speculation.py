@@ -17,9 +17,10 @@ from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import HostRule, Kernels, Scale
+from longshore.machine import available_bytes
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
-from longshore.tiles.memory import BufferPool, Slot, available_bytes, cut_slots
+from longshore.tiles.memory import BufferPool, Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import JobRunner

@@ -6,7 +6,14 @@ import torch
 
 from longshore.accelerator import is_accelerator
 from longshore.transfer.base import Bundle, CopyHandle, DirectTransfer, FinishedCopy, Transfer, wait_for_all
-from longshore.transfer.device import DeviceCopyStream, DeviceFetch, DeviceFetchStream, DeviceTransfer, ResidentTransfer
+from longshore.transfer.device import (
+    DeviceCopyStream,
+    DeviceFetch,
+    DeviceFetchStream,
+    DeviceTransfer,
+    ResidentTransfer,
+    RestingTransfer,
+)
 from longshore.transfer.pinned import allocate_pinned
 from longshore.transfer.simulated import SimulatedTransfer
 
@@ -20,6 +27,7 @@ __all__ = [
     "DirectTransfer",
     "FinishedCopy",
     "ResidentTransfer",
+    "RestingTransfer",
     "SimulatedTransfer",
     "Transfer",
     "allocate_pinned",

@@ -180,11 +180,16 @@ class CopyStream(ABC):
 class Transfer(ABC):
     """Copies of gradients from device to host, and of new parameters from host to device.
 
-    All tensors are flat and contiguous. ``staged`` says whether bytes are copied at all: if so, the store keeps host
+    All tensors are flat and contiguous. ``staged`` says whether gradients are copied: if so, the store keeps host
     buffers from :meth:`allocate`.
     """
 
     staged: bool
+
+    @property
+    def publishes(self) -> bool:
+        """Whether new parameters are copied; if not, kernels write them in place."""
+        return self.staged
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate host memory that a copy engine can access: uint8 ``[num_bytes]``. Called at start-up only."""
@@ -320,6 +325,13 @@ class StagedTransfer(Transfer, Generic[Stream]):
         self.to_device.drain()
 
 
+def put_in_place(output: Tensor, parameter: Tensor) -> CopyHandle:
+    """Write new values to a parameter in the same memory, unless they are there already."""
+    if output.data_ptr() != parameter.data_ptr():
+        parameter.copy_(output)
+    return FinishedCopy(parameter)
+
+
 class UnstagedTransfer(Transfer):
     """Transfer for state in the memory of the parameters: kernels read the gradient and write the parameter in place.
     Only the results of stepping ahead are copied, because the parameter was still in use when they were computed."""
@@ -333,9 +345,7 @@ class UnstagedTransfer(Transfer):
         return parameter
 
     def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        if output.data_ptr() != parameter.data_ptr():
-            parameter.copy_(output)
-        return FinishedCopy(parameter)
+        return put_in_place(output, parameter)
 
     def read(self, source: Tensor) -> Tensor:
         return source

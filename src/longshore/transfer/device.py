@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.accelerator import DeviceClock, current_stream_is, make_current, timed_event, wait_for
+from longshore.accelerator import DeviceClock, current_stream_is, make_current, new_stream, timed_event, wait_for
 from longshore.transfer.base import (
     Bundle,
     CopyHandle,
@@ -22,6 +22,7 @@ from longshore.transfer.base import (
     UnstagedTransfer,
     bytes_between,
     copy_now,
+    put_in_place,
     whole_of,
 )
 from longshore.transfer.pinned import allocate_pinned
@@ -50,7 +51,7 @@ class DeviceCopyStream(CopyStream):
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
-        self.stream = torch.Stream(device)
+        self.stream = new_stream(device)
         self.times_copies = False
 
     def mark_current(self) -> torch.Event:
@@ -115,7 +116,7 @@ class DeviceFetchStream:
     """A stream of the device for copies from pinned memory that somebody will take; nothing limits them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.Stream(device)
+        self.stream = new_stream(device)
 
     def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle | None = None) -> DeviceFetch:
         """Copy ``source`` to ``target``, a part of ``whole``, once ``after`` is done. The current stream is the one on
@@ -136,7 +137,7 @@ class _BesideCurrent(Transfer):
     def __init__(self, device: torch.device, *args: Any) -> None:
         super().__init__(*args)
         self.device = device
-        self._beside = torch.Stream(device)
+        self._beside = new_stream(device)
 
     def clock(self) -> DeviceClock:
         return DeviceClock(self.device)
@@ -203,6 +204,37 @@ class DeviceTransfer(_BesideCurrent, StagedTransfer[DeviceCopyStream]):
 
     def close(self) -> None:
         self.synchronize()
+
+
+class RestingTransfer(DeviceTransfer):
+    """Transfer for parameters that rest on the host, and whose gradients come on an accelerator: kernels write the
+    parameters in place, and nothing is published.
+
+    Args:
+        device: where the gradients come.
+        in_flight_bytes: as in :class:`DeviceTransfer`.
+    """
+
+    @property
+    def publishes(self) -> bool:
+        return False
+
+    def __reduce__(self) -> Any:
+        return RestingTransfer, (self.device, self.to_host.limit_bytes)
+
+    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
+        return parameter
+
+    def begin_publish(self) -> None:
+        # Copies of the parameters to the device may still be under way, also of some that nothing has used.
+        wait_for(self.mark())
+        torch.accelerator.synchronize(self.device)
+
+    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
+        return put_in_place(output, parameter)
+
+    def end_publish(self) -> None:
+        return
 
 
 class ResidentTransfer(_BesideCurrent, UnstagedTransfer):

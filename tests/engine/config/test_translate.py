@@ -246,9 +246,39 @@ def test_values_that_switch_a_refused_key_off() -> None:
         {"sparse_attention": {"mode": "fixed"}},
         {"gradient_allreduce_op": "sum"},
         {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
-        {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        {"zero_optimization": {"cpu_offload": False, "zero_quantized_weights": True}},
     ):
         assert "is not supported" in refusal(**file), file
+
+
+def offload_param(**others: Any) -> dict[str, Any]:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, **others}
+    return {"zero_optimization": zero}
+
+
+def test_parameters_on_the_host() -> None:
+    keys = {"device": "cpu", "pin_memory": False, "buffer_count": 5, "buffer_size": 100, "max_in_cpu": 0}
+    loaded = load(**offload_param(offload_param=keys))
+    assert loaded.config.param_device == "cpu" and loaded == load(**offload_param())
+    assert load(**offload_param(offload_param={"device": "none"})).config.param_device == "none"
+    assert load(zero_optimization={"stage": 3}).config.param_device == "none"
+    path = "zero_optimization.offload_param.device"
+    for file, other in (
+        (offload_param(stage=2), "zero_optimization.stage, which is 2: parameters in host memory need 3"),
+        (offload_param(offload_optimizer={"device": "none"}), "offload_optimizer.device, which is none"),
+        (offload_param(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio, which is 0.5"),
+        (
+            {**offload_param(), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "torch_autocast.enabled, which is True",
+        ),
+    ):
+        refused = refusal(**file)
+        assert path in refused and other in refused, refused
+    assert "are not kept by longshore" in refusal(**offload_param(offload_param={"device": "nvme"}))
+    for field, value in (("stage", 2), ("offload_device", "none"), ("offload_ratio", 0.5), ("autocast", "bf16")):
+        settings: dict[str, Any] = {"stage": 3, "offload_device": "cpu", "param_device": "cpu", field: value}
+        with pytest.raises(ConfigError, match=f"needs {field} |offload_ratio 0.5"):
+            Config(**settings)
 
 
 def test_clipping() -> None:
@@ -318,6 +348,8 @@ def test_old_names() -> None:
     assert load(zero_optimization=False).config.stage == 0
     assert "read as stage 1" in load(zero_optimization=True).notes[0]
     assert load(zero_optimization={"cpu_offload": False}).config.offload_device == "none"
+    parameters_too = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    assert load(zero_optimization=parameters_too).config.param_device == "cpu"
     both = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     assert "is given too" in refusal(zero_optimization=both)
     assert "is given too" in refusal(bf16={"enabled": True}, bfloat16={"enabled": True})

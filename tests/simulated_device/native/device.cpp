@@ -43,7 +43,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override {
     return stream_from_pool(index_of(device));
   }
-  c10::Stream getNewStream(c10::Device device, int = 0) const override { return stream_from_pool(index_of(device)); }
+  c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
+    return stream_from_pool(index_of(device), priority);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = current_stream(stream.device_index());
     set_current_stream(stream);

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -104,7 +105,7 @@ void Queue::run() {
 }
 
 Queue& queue_of(int device, int64_t stream) {
-  static auto& all = *new std::array<std::array<Queue, POOL_STREAMS + 1>, MOST_DEVICES>();
+  static auto& all = *new std::array<std::array<Queue, ALL_STREAMS>, MOST_DEVICES>();
   return all[device][stream];
 }
 
@@ -130,10 +131,11 @@ c10::Stream current_stream(int device) { return stream_of(device, stream_now[dev
 
 void set_current_stream(const c10::Stream& stream) { stream_now[stream.device_index()] = stream.id(); }
 
-c10::Stream stream_from_pool(int device) {
-  static std::array<std::atomic<int>, MOST_DEVICES> next{};
+c10::Stream stream_from_pool(int device, int priority) {
+  static std::array<std::array<std::atomic<int>, PRIORITIES>, MOST_DEVICES> next{};
   check_device(device);
-  return stream_of(device, 1 + next[device]++ % POOL_STREAMS);
+  const int pool = std::clamp(-priority, 0, PRIORITIES - 1);
+  return stream_of(device, 1 + pool * POOL_STREAMS + next[device][pool]++ % POOL_STREAMS);
 }
 
 // ---- waits
@@ -155,7 +157,7 @@ void wait_for_stream(const c10::Stream& stream) { wait_for(mark(stream)); }
 
 void wait_for_device(int device) {
   std::vector<MarkPtr> all;
-  for (int id = 0; id <= POOL_STREAMS; id++)
+  for (int id = 0; id < ALL_STREAMS; id++)
     if (!queue_of(device, id).idle()) all.push_back(mark(stream_of(device, id)));
   count_wait();
   for (auto& each : all) each->wait();

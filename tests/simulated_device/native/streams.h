@@ -18,7 +18,9 @@ namespace simulated {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr int MOST_DEVICES = 8;
-constexpr int POOL_STREAMS = 32;  // besides the default stream, which is number 0
+// As on CUDA, the streams of each priority are those of a pool, handed out in turn and again: whoever asks for more gets
+// one that somebody else has. The default stream is number 0.
+constexpr int POOL_STREAMS = 32, PRIORITIES = 4, ALL_STREAMS = 1 + POOL_STREAMS * PRIORITIES;
 
 int device_count();
 void check_device(int device);  // raises for a number that there is not
@@ -64,7 +66,7 @@ void set_current_device(int device);
 c10::Stream current_stream(int device);
 void set_current_stream(const c10::Stream& stream);
 c10::Stream stream_of(int device, int64_t id);
-c10::Stream stream_from_pool(int device);
+c10::Stream stream_from_pool(int device, int priority = 0);
 
 MarkPtr mark(const c10::Stream& stream);
 void wait_for(const MarkPtr& at);  // the host does; counted; raises the errors of kernels

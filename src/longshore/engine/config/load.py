@@ -107,7 +107,8 @@ def _translate(
     fields |= _batch_fields(reading, world_size)
     if fields.get("steps_per_print") == math.inf:
         fields["steps_per_print"] = None
-    for read in (_precision_fields, _clipping_fields, _offload_fields, _wrap_fields, _monitor_fields, _named_fields):
+    readers = (_precision_fields, _clipping_fields, _offload_fields, _param_fields, _wrap_fields, _monitor_fields)
+    for read in (*readers, _named_fields):
         fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)
@@ -260,6 +261,26 @@ def _offload_fields(reading: Reading) -> dict[str, Any]:
             "step(), and nothing is stepped during backward; leave it out"
         )
     return fields
+
+
+def _param_fields(reading: Reading) -> dict[str, Any]:
+    """Read ``offload_param``, whose parameters have to be stepped on the host, and are cast by no autocast."""
+    path = "zero_optimization.offload_param.device"
+    if reading.values.get(path, "none") == "none":
+        return {}
+    needed = {
+        "zero_optimization.stage": (3, 0),
+        f"{_OFFLOAD}.device": ("cpu", "none"),
+        f"{_OFFLOAD}.ratio": (1, 1),
+        "torch_autocast.enabled": (False, False),
+    }
+    for name, (wanted, default) in needed.items():
+        found = reading.values.get(name, default)
+        if found != wanted and not reading.has_problem(name):
+            what = f"must agree with {name}, which is {found}: parameters in host memory need {wanted}; change one"
+            reading.problem(path, what, "cpu")
+            return {"param_device": "none"}
+    return {"param_device": "none"} if any(map(reading.has_problem, needed)) else {}
 
 
 def _named_fields(reading: Reading) -> dict[str, Any]:

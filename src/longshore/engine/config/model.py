@@ -35,6 +35,9 @@ _MaybeText = Annotated[str | None, TEXT]
 _DEVICE = OneOf(
     ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
 )
+_PARAM_DEVICE = OneOf(
+    ("none", "cpu"), {"nvme": 'parameters on NVMe are not kept by longshore; use "cpu", where they rest in host memory'}
+)
 _SCALE = Number(above=0, maximum=LARGEST_SCALE)
 _WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
 
@@ -112,6 +115,9 @@ class Config(FrozenModel):
         drop_last: the loader leaves out the last batch if it is not full.
         stage: what is sharded. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: where optimizer state is kept and stepped, as ``device`` in :class:`longshore.Offload`.
+        param_device: ``"cpu"``: parameters rest in host memory, and are copied to the device block by block as they are
+            used, as by :func:`longshore.stream`; blocks are chosen by ``wrap_policy``. Needs ``stage`` 3 and
+            ``offload_device`` cpu.
         reduce_bucket_numel: elements whose gradients are reduced together; at stages 2 and 3 with ``overlap_comm`` half
             of them, so that one half fills while the other is on its way; at stage 3 no more than is gathered
             together. Any size gives the same bits.
@@ -177,6 +183,7 @@ class Config(FrozenModel):
 
     stage: Annotated[Literal[0, 1, 2, 3], OneOf((0, 1, 2, 3))] = 0
     offload_device: Annotated[Literal["none", "cpu"], _DEVICE] = "none"
+    param_device: Annotated[Literal["none", "cpu"], _PARAM_DEVICE] = "none"
     reduce_bucket_numel: _Count = 500_000_000
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
@@ -244,6 +251,13 @@ class Config(FrozenModel):
                 f"offload_ratio {self.offload_ratio:g} is the share of the optimizer's state that is on the host, and "
                 f"offload_device is {self.offload_device}; set it to cpu, or leave offload_ratio out"
             )
+        if self.param_device == "cpu":
+            for name, wanted in (("stage", 3), ("offload_device", "cpu"), ("offload_ratio", 1.0), ("autocast", None)):
+                if getattr(self, name) != wanted:
+                    raise ValueError(
+                        f"param_device cpu keeps parameters in host memory, which needs {name} {wanted}, and it is "
+                        f"{getattr(self, name)}; change one of them"
+                    )
         if self.cpu_share is not None and (self.cpu_set is not None or self.threads is not None):
             raise ValueError(
                 f"cpu_share {self.cpu_share:g} chooses host threads and their CPUs, and threads or cpu_set is given "

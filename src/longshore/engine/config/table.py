@@ -44,7 +44,6 @@ _LAYOUT = "It chooses where gradients lie in memory, not their values."
 _SPEED = "It changes how fast bytes are copied, not their values."
 _QUANTIZED = "quantized communication cannot give the weights of plain torch"
 _ALL_RANKS = "longshore shards over all ranks; leave it out"
-_ON_DEVICE = "parameters stay on the device (at stage 3, one shard on each rank)"
 _FLAG = "It chooses an implementation in torch; longshore always runs its own kernel."
 _OFF = "DeepSpeed reads it when the section is enabled, which longshore refuses."
 _CHECKPOINTS = "longshore does not save this way; leave it out"
@@ -151,7 +150,7 @@ _ZERO = (
     refused("mics_shard_size", _FROM_MINUS_1, (-1,), _ALL_RANKS),
     switch("mics_hierarchical_params_gather", _ALL_RANKS),
     old_name("cpu_offload", BOOLEAN, "zero_optimization.offload_optimizer.device", "cpu"),
-    switch("cpu_offload_param", f"{_ON_DEVICE}; leave it out"),
+    old_name("cpu_offload_param", BOOLEAN, "zero_optimization.offload_param.device", "cpu"),
     accepted("cpu_offload_use_pin_memory", BOOLEAN, _SPEED),
 )
 
@@ -230,11 +229,10 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
                  "with super_offload only, as in DeepSpeed. Default: all of them."),
     ),
     "zero_optimization.offload_param": (
-        refused("device", OneOf(("none", "cpu", "nvme")), ("none",),
-                f"{_ON_DEVICE}; remove it, or set its device to none"),
+        setting("device", "param_device"),
         accepted("nvme_path", TEXT, _NVME),
         accepted("buffer_count buffer_size max_in_cpu", AT_LEAST_0, _NVME),
-        accepted("pin_memory", BOOLEAN, "It has no effect while the device of offload_param is none."),
+        accepted("pin_memory", BOOLEAN, "Where there is an accelerator, memory that it copies from is always pinned."),
     ),
     "fp16": (
         honoured("enabled", BOOLEAN, "Parameters are cast to fp16; masters are fp32, and the loss is scaled."),

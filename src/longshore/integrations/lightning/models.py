@@ -80,7 +80,7 @@ def place(model: nn.Module, config: Config, extras: Mapping[str, Any], device: t
     ranks = join(device=device)
     in_shards = config.stage == 3 and ranks.world_size > 1
     with contextlib.closing(first_weights(model, extras["weights"], ranks, in_shards)) as begin:
-        begin.place(model, ranks, parameters=not in_shards)
+        begin.place(model, ranks, ranks.device, parameters=not in_shards)
         return ModelOnly(model, shard_model(model, extras["wrap_policy"], config, ranks, begin))
 
 

@@ -1,0 +1,100 @@
+"""Engines whose parameters rest on the host, beside ones whose parameters are on the device; run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import whole
+
+import longshore
+from engine import cases
+from engine.scenarios import SCENARIOS, Oracle, drive, inputs
+
+PLACES = ("device", "device streamed")
+SCENARIO = SCENARIOS["alternating heads"]
+
+
+class Run:
+    """A run of the scenario on an engine, and its plain twin."""
+
+    def __init__(self, place: str, dtype: str) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.dtype = cases.DTYPES[dtype]
+        device = cases._device(place, self.rank)
+        self.oracle = Oracle(SCENARIO, self.dtype, self.world_size, 3, device, **cases.OPTIONS)
+        self.begin(place)
+
+    def begin(self, place: str) -> None:
+        self.engine = cases.engine_of(SCENARIO, 3, place, "small", self.dtype, "off")
+
+    def parameters(self) -> list[Any]:
+        return list(self.engine.module.parameters())
+
+    def step(self, number: int) -> None:
+        window = SCENARIO.plan(number)
+        drive(self.engine, window, number, self.rank, self.dtype)
+        self.oracle.loop.step(self.oracle.gradients(window, number, window.accumulation or 1))
+        self.check(f"step {number}")
+
+    def check(self, when: str) -> None:
+        twins = self.oracle.model.parameters()
+        for (name, ours), theirs in zip(self.engine.module.named_parameters(), twins, strict=True):
+            assert torch.equal(whole(ours), theirs.to(ours.device)), f"{when}: {name} differs"
+
+
+def resumed(folder: str, dtype: str, first: str, second: str) -> None:
+    """Two steps on an engine with its parameters at one place, and two on another with them at a second one."""
+    run = Run(first, dtype)
+    for number in range(2):
+        run.step(number)
+    run.engine.save_checkpoint(folder)
+    run.engine.destroy()
+    run.begin(second)
+    run.engine.load_checkpoint(folder)
+    run.check("loaded")
+    for number in range(2, 4):
+        run.step(number)
+    run.engine.destroy()
+
+
+def handled(place: str, dtype: str) -> None:
+    """What scripts do with parameters and their states between steps."""
+    run = Run(place, dtype)
+    run.step(0)
+    run.step(1)
+    named = dict(run.engine.module.named_parameters())
+    parameter, twin = named["second.weight"], run.oracle.model.second.weight
+    index = next(place for place, each in enumerate(run.oracle.loop.parameters) if each is twin)
+    master = run.oracle.loop.masters[index].detach()[: twin.numel()].view(twin.shape)
+    full = longshore.utils.safe_get_full_fp32_param(parameter)
+    assert full is not None and torch.equal(full.cpu(), master)
+    first = longshore.utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+    assert first is not None and first.shape == twin.shape and bool(first.any())
+
+    longshore.utils.safe_set_full_fp32_param(parameter, full * 0.5)
+    with torch.no_grad():
+        twin.copy_(master.mul_(0.5))
+    run.check("set")
+    with longshore.gather([parameter], modifier_rank=0):
+        assert parameter.shape == twin.shape
+        if run.rank == 0:
+            with torch.no_grad():
+                parameter.fill_(0.125)
+    with torch.no_grad():
+        twin.fill_(0.125)
+    run.oracle.loop.refresh(index)
+    run.check("written in gather()")
+    run.step(2)
+
+    run.engine.eval()
+    with torch.no_grad():
+        run.engine(inputs(0, 0, run.rank, run.dtype).to(run.engine.device), ("a",))
+    run.engine.train()
+    state = {name: whole(value) for name, value in run.engine.module.state_dict().items()}
+    run.engine.module.load_state_dict(state)
+    run.check("loaded what state_dict() gave")
+    run.step(3)
+    run.engine.destroy()
