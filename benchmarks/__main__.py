@@ -23,6 +23,7 @@ from benchmarks import (
     overlap,
     plan,
     plan_ranks,
+    streaming,
     tile_sizes,
     tracing,
     whole_step,
@@ -45,6 +46,7 @@ class Part(str, Enum):
     tracing = "tracing"
     checkpoints = "checkpoints"
     plan = "plan"
+    stream = "stream"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -130,6 +132,13 @@ def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     return results, plan.rows(results) + plan_ranks.rows(results["ranks"])
 
 
+def _stream(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    # So long that what the simulated accelerator itself takes does not count.
+    settings = streaming.Settings(4, 64, 2.0, 1) if quick else streaming.Settings(32, 256, 20.0, 5)
+    results = measure_in_child("streaming", vars(settings), threads=1)
+    return results, streaming.rows(results)
+
+
 _MEASURE = {
     Part.host_step: _host_step,
     Part.many_parameters: _many_parameters,
@@ -141,6 +150,7 @@ _MEASURE = {
     Part.tracing: _tracing,
     Part.checkpoints: _checkpoints,
     Part.plan: _plan,
+    Part.stream: _stream,
 }
 
 
