@@ -70,7 +70,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model = make_model(dtype, scenario.tied, _device(place, rank))
+    model = make_model(dtype, scenario.tied, "cpu" if place == "device streamed" else _device(place, rank))
     scenario.prepare(model)
     # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
     bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1)

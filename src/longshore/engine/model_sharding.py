@@ -66,6 +66,7 @@ def shard_model(
 
     from longshore.sharding.fsdp import FullyShardedModel
 
+    rest = rest_device(config, ranks)
     former = dict(model.named_parameters())
     _check_parameters(former, scalars=isinstance(model, FSDPModule))
     if not isinstance(model, FSDPModule):
@@ -73,7 +74,6 @@ def shard_model(
         units = units_with_leaves(model, policy, _leaves_of(model, config))
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         without_memory(model)
-        rest = rest_device(config, ranks)
         offload = OffloadPolicy() if rest == ranks.device else CPUOffloadPolicy()
         for module in (*units, model):
             fully_shard(module, mesh=mesh, offload_policy=offload)
@@ -81,7 +81,7 @@ def shard_model(
             # transformers' generate() calls parts of the model, such as an encoder, before the model: parameters
             # that belong to no unit have to be gathered by then.
             register_fsdp_forward_method(model, "generate")
-    with_memory(model, rest_device(config, ranks))
+    with_memory(model, rest, pinned=rest != ranks.device)
     sharded = FullyShardedModel(model)
     present = dict(model.named_parameters())
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)

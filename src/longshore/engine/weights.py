@@ -18,7 +18,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import several
-from longshore.optim.shards import flat, held_part
+from longshore.optim.shards import flat, held_part, is_sharded, like
+from longshore.transfer import allocate_pinned
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
@@ -160,10 +161,10 @@ class Weights:
                 # Code that still uses the former parameter fails, since its shape fits nothing. In gather() it is
                 # whole, and on the meta device it could not get other memory.
                 kept, nothing = former[name], torch.empty(0, dtype=parameter.dtype, device=ranks.device)
-                if kept.is_meta:
-                    put(nn.Parameter(nothing, kept.requires_grad), into=kept)
-                else:
+                if _takes(kept, nothing):
                     kept.data = nothing
+                else:
+                    put(nn.Parameter(nothing, kept.requires_grad), into=kept)
 
     def _read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read rows ``[start, stop)`` in the file's dtype; a tensor without dimensions is read as a whole."""
@@ -259,10 +260,28 @@ def without_memory(model: nn.Module) -> None:
     _replace(model, "_parameters", on_meta)
 
 
-def with_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate uninitialised memory for the parameters of a sharded model that are on the meta device."""
+def with_memory(model: nn.Module, device: torch.device, pinned: bool = False) -> None:
+    """Allocate uninitialised memory for the parameters of a sharded model that are on the meta device.
+
+    ``pinned``: in pinned memory of the host. FSDP2 would pin each shard by torch, which rounds it up to a power of two;
+    it still does so with shards that it pads.
+    """
+
+    def allocated(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if not (pinned and is_sharded(tensor)):
+            return _empty(tensor, device)
+        shard = held_part(tensor)
+        return like(tensor, allocate_pinned(shard.nbytes).view(shard.dtype).view(shard.shape))
+
     if any(parameter.is_meta for parameter in model.parameters()):
-        model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
+        model._apply(allocated)
+
+
+def _takes(parameter: Tensor, values: Tensor) -> bool:
+    """Return whether ``parameter.data = values`` works, which it does not between some types of devices."""
+    return torch._has_compatible_shallow_copy_type(parameter, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _keep_identity(model: nn.Module, device: torch.device) -> None:
@@ -272,7 +291,7 @@ def _keep_identity(model: nn.Module, device: torch.device) -> None:
     """
     for parameter in model.parameters():
         moved = parameter.detach().to(device)
-        if not torch._has_compatible_shallow_copy_type(parameter, moved):  # pyright: ignore[reportPrivateImportUsage]
+        if not _takes(parameter, moved):
             gradient = parameter.grad
             put(nn.Parameter(moved, parameter.requires_grad), into=parameter)
             parameter.grad = None if gradient is None else gradient.to(device)
