@@ -329,8 +329,8 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
             check_trace(settings.trace, folder)
         for note in settings.engine.notes if settings.engine is not None else ():
             terminal.warn(f"{settings.config}: {note}")
-    text = read_text(settings.data.paths, settings.data.max_bytes)
     choose_device(settings.model)  # raises if the device is missing
+    text = read_text(settings.data.paths, settings.data.max_bytes)
     model.load_transformers()
     if folder is not None:
         load_figure()

@@ -82,9 +82,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
 ) -> Initialized:
-    """Make an engine; the signature is ``deepspeed.initialize``'s.
-
-    It works the same under torchrun, plain python, Slurm or MPI, or in an existing process group.
+    """Make an engine, under any launcher or in an existing process group; the signature is ``deepspeed.initialize``'s.
 
     Args:
         args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
@@ -94,10 +92,12 @@ def initialize(
         training_data: a dataset, for the third result.
         lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
         distributed_port: port of rank 0, if no launcher names one.
-        mpu, mesh_param: model parallelism; rejected.
+        mpu: model parallelism; rejected.
         dist_init_required: False: the process group has to exist already.
         collate_fn: a function from a list of samples to a batch, for the loader of ``training_data``.
-        config, config_params: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
+        config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
+        mesh_param: rejected, as ``mpu`` is.
+        config_params: the old name of ``config``.
         offload: settings of the host side in place of the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered, or copied to the device, whole: as in the configuration's
             ``longshore.wrap_policy``, or a function of name and module. None: the configuration's.
