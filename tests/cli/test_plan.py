@@ -141,6 +141,20 @@ def test_own_dtypes_are_those_of_the_configuration(cli, llama, architectures):
     assert found["recommended"]["device_bytes"]["parameters"] == 2 * found["model"]["parameters"]
 
 
+def test_only_streamed_choices_and_what_they_are_called(cli, llama, tmp_path):
+    found = planned(cli, llama(), *GPU, "--stream")
+    assert {each["param_device"] for each in found["choices"]} == {"cpu"}
+    assert found["recommended"]["waited_s"] > 0
+    assert found["configuration"]["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert all(each["param_device"] == "none" for each in planned(cli, llama(), *GPU, "--no-stream")["choices"])
+    text = cli("plan", llama(), *GPU, "--stream", "--out", str(tmp_path))
+    assert text.code == 0 and "recommended: stage 3, offload, streamed" in text.out
+    assert "streamed: parameters rest on the host" in text.out and "for parameters\n" in text.out
+    assert load_config(tmp_path / "ds_config.json", world_size=1).config.param_device == "cpu"
+    wrong = cli("plan", llama(), *GPU, "--stream", "--no-offload")
+    assert wrong.code == 2 and "offload and streaming that are asked for exclude each other" in wrong.err
+
+
 def test_what_a_quantized_configuration_is_planned_as(cli, llama):
     quantized = planned(cli, llama(quantization_config={"quant_method": "fp8"}), *GPU)
     assert any("quantization_config" in note for note in quantized["model"]["notes"])
@@ -193,9 +207,11 @@ def test_the_page_and_the_files(cli, llama, tmp_path):
     assert content["configuration"] == json.loads((out / "ds_config.json").read_text())
     assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
     alone = cli("plan", llama(), *GPU).out
-    assert "stages 1, 2 and 3 are as stage 0" in alone and "stage 3," not in alone
+    assert "stages 1, 2 and 3 are as stage 0" in alone and "stage 3, offload, ratio" not in alone
     kinds = {"state", "gradients", "spares", "staging", "accumulators"}
-    assert all(set(choice["host_bytes"]) == kinds for choice in content["choices"])
+    for choice in content["choices"]:
+        resting = {"parameters"} if choice["param_device"] == "cpu" else set()
+        assert set(choice["host_bytes"]) == kinds | resting
 
 
 @pytest.mark.slow

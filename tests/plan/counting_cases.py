@@ -61,15 +61,17 @@ def counts(
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     staged, offload = place != "direct", "none" if place == "resident" else "cpu"
+    param_device = "cpu" if place == "streamed" else "none"
     dtype = torch.bfloat16 if dtypes == "bf16" else None
     job = Job(2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel)
-    choice = PlanChoice(stage, offload, ratio, speculation)
+    choice = PlanChoice(stage, offload, ratio, speculation, param_device)
     planned_model = plan_of_module(made(dtypes), "odd")
     layout = lay_out(planned_model, job, choice, ranks, staged, rank)
     planned = count_bytes(layout)
     config = longshore.Config(
         stage=stage,
         offload_device="cpu",
+        param_device=param_device,
         reduce_bucket_numel=bucket_numel,
         allgather_bucket_numel=bucket_numel,
         tile_numel=tile_numel,
@@ -77,7 +79,8 @@ def counts(
         gradient_accumulation_steps=accumulation,
         optimizer={"type": optimizer, "lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})},
     )
-    transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if staged else None
+    simulated = staged and param_device == "none"
+    transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if simulated else None
     offloading = longshore.Offload(
         tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, speculation_memory=speculation
     )
@@ -87,7 +90,7 @@ def counts(
     for step in range(3):
         for number in range(accumulation):
             tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(step))
-            engine.backward(engine(tokens))
+            engine.backward(engine(tokens.to(engine.device)))
             if number < accumulation - 1:
                 engine.step()
         if step == 2:

@@ -56,6 +56,31 @@ def test_a_model_that_does_not_is() -> None:
     assert not Planner(EIGHT, machine(), Job(4)).evaluate(less).fits
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_model_larger_than_the_device_is_streamed(gpus: int) -> None:
+    small = machine(gpus=gpus, device_memory_bytes=(10 + 3 * gpus) * GB)
+    job = Job(1, checkpointing=True)
+    found = plan(EIGHT, small, job)
+    assert found.recommended.choice.streams and found.offloaded is not None
+    others = [each for each in found.candidates if not each.choice.streams]
+    assert others and not any(each.fits for each in others)
+    # Where the parameters fit, they are not streamed.
+    assert not plan(EIGHT, machine(gpus=gpus), job).recommended.choice.streams
+    # Of all of it, two blocks and what is in none are on the device.
+    rest = 2 * (2 * 128_256 * 4096 + 4096)
+    block = (parameter_bytes(EIGHT.parameters) - rest) // 32
+    if gpus == 1:
+        assert found.recommended.bytes.device == {"parameters": rest + 2 * block}
+    assert found.recommended.bytes.host["parameters"] == parameter_bytes(EIGHT.parameters) // gpus
+
+
+def test_a_model_without_units_or_with_scalars_is_not_streamed() -> None:
+    whole = replace(SMALL, parameters=tuple(replace(each, unit=None) for each in SMALL.parameters))
+    scalar = PlannedParameter("scale", (), torch.float32, Use.ELEMENTWISE)
+    for model in (whole, replace(SMALL, parameters=(*SMALL.parameters, scalar))):
+        assert not any(each.choice.streams for each in plan(model, machine(), Job()).candidates)
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_where_activations_are_too_large_smaller_batches_are_the_advice(staged: bool) -> None:
     small = replace(machine(), staged=staged)
@@ -201,6 +226,7 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
         PlanChoice(2, "cpu", 0.85, "50%"),
         PlanChoice(3, "cpu", 1.0, "100%"),
         PlanChoice(2, "cpu", 1.0, 1 << 30),
+        PlanChoice(3, "cpu", param_device="cpu"),
     ],
     ids=lambda choice: choice.title,
 )
@@ -212,7 +238,8 @@ def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: PlanC
         loaded = load_config(configuration(job, choice), world_size=8, needs_optimizer=True)
         config = loaded.config
         assert loaded.notes == ()  # nothing that a reader has to be told
-        assert (config.stage, config.offload_device) == (choice.stage, choice.offload)
+        places = (choice.stage, choice.offload, choice.param_device)
+        assert (config.stage, config.offload_device, config.param_device) == places
         assert (config.offload_ratio, config.speculation_memory) == (choice.ratio, choice.speculation)
         assert (config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size) == (2, 4, 64)
         assert (config.dtype, config.gradient_clipping, config.tile_numel) == (name, job.clipping, job.tile_numel)

@@ -10,7 +10,17 @@ import pytest
 
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import PlanMachine, Seconds, Work
-from longshore.plan.simulation import FORWARD, GATHER, REDUCE, SHARDED_SCHEDULE, EventSimulator, Simulation, simulate
+from longshore.plan.simulation import (
+    FETCH,
+    FORWARD,
+    GATHER,
+    GATHER_TO_USE,
+    REDUCE,
+    SHARDED_SCHEDULE,
+    EventSimulator,
+    Simulation,
+    simulate,
+)
 from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
@@ -258,3 +268,33 @@ def test_a_faster_machine_is_never_slower() -> None:
         for field in ("host_bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s", "exchange_bytes_per_s"):
             faster = replace(base, **{field: 2 * getattr(base, field)})
             assert simulate(EIGHT, faster, Job(1, 4096), choice).step_s <= usual * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("fetch_s", "ends"), [(1, [2, 3, 4, 5]), (2, [3, 5, 7, 9])])
+def test_units_are_fetched_while_the_one_before_is_computed(fetch_s: int, ends: list[float]) -> None:
+    """Four units; backward finds the last two on the device, and fetches one while it computes the one before."""
+    machine = clock(to_device_bytes_per_s=2.0 * N / fetch_s)
+    choice = PlanChoice(3, "cpu", param_device="cpu")
+    found = simulate(layers(4), machine, Job(tile_numel=N), choice)
+    fetched = [span for span in found.spans if span.name == FETCH]
+    assert [span.track for span in fetched] == [Track.TO_DEVICE] * 6
+    assert [span.end_s for span in found.spans if span.name == FORWARD] == ends
+    backward = [ends[-1] + 2 * number for number in (1, 2, 3, 4)]
+    assert [span.end_s for span in found.spans if span.name == ARRIVE] == backward
+    assert [span.begin_s for span in fetched[-2:]] == backward[:2]
+    # Steps write where the parameters rest: nothing is published.
+    assert (found.exposed_s, found.waited_s) == (4.0, ends[-1] - 4)
+    assert PUBLISH not in {span.name for span in found.spans}
+
+
+def test_ranks_fetch_their_shards_and_gather_them() -> None:
+    machine = clock(to_device_bytes_per_s=N, exchange_bytes_per_s=2.0 * N)
+    two = replace(machine, ranks=2, ranks_per_host=2)
+    choice = PlanChoice(3, "cpu", param_device="cpu")
+    found = simulate(layers(2), two, Job(tile_numel=N), choice)
+    spans = {name: [span for span in found.spans if span.name == name] for name in (FETCH, GATHER_TO_USE, FORWARD)}
+    # Half of a unit's 2 N bytes goes up in a second; half of them comes from the other rank in half a second.
+    assert [(span.begin_s, span.end_s) for span in spans[FETCH][:2]] == [(0, 1), (1, 2)]
+    assert [(span.begin_s, span.end_s) for span in spans[GATHER_TO_USE][:2]] == [(1, 1.5), (2, 2.5)]
+    assert [span.begin_s for span in spans[FORWARD]] == [1.5, 2.5]
+    assert len(spans[FETCH]) == 4

@@ -39,6 +39,7 @@ _rate = partial(_described, parse=parse_rate, metavar="<rate>")
 Rate = float | None
 _DEVICE_MEMORY = "Memory of a GPU, in place of the data sheet's."
 _PLACE = "Plan only choices with optimizer state in host memory, or only others."
+_RESTING = "Plan only choices whose parameters rest in host memory, or only others."
 
 
 def _parse_optimizer(text: str) -> str:
@@ -67,6 +68,7 @@ class PlanSettings(CommandSettings):
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
     stage: Annotated[int | None, _choices("Plan this stage only.", at_least=0, at_most=3)] = None
     offload: Annotated[bool | None, _choices(_PLACE, flag="--offload/--no-offload")] = None
+    stream: Annotated[bool | None, _choices(_RESTING, flag="--stream/--no-stream")] = None
     gpu: Annotated[str | None, _machine("Plan for this GPU: h200, ..., custom. Default: measure this machine.")] = None
     gpus: Annotated[int | None, _machine("GPUs in a host, each with one rank.", at_least=1)] = None
     host_memory_bytes: Annotated[int | None, _bytes("Memory of a host, such as 2TB.", flag="--host-memory")] = None
@@ -87,7 +89,8 @@ class PlanSettings(CommandSettings):
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
         """Return whether to plan ``choice``. Without GPUs ``offload`` is ignored, since there is only one memory."""
         is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
-        return is_place and self.stage in (None, choice.stage)
+        rests = self.stream is None or not machine.staged or choice.streams == self.stream
+        return is_place and rests and self.stage in (None, choice.stage)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,10 @@ def explain(
         gradients=sum(held_part(each).untyped_storage().nbytes() for each in gradients),
     )
     device_bytes, host_bytes = Counter(local.device_bytes()), Counter(local.host_bytes())
-    (device_bytes if stream is None else host_bytes).update(values)
+    rests = ranks.device.type != "cpu" and any(record.held.device.type == "cpu" for record in records)
+    (host_bytes if rests else device_bytes).update(values)
+    if stream is not None:
+        device_bytes["parameters"] = stream.counts.resident_bytes
     return Explanation(
         stage=config.stage,
         rank=ranks.rank,

@@ -55,10 +55,17 @@ class PlanChoice:
     offload: str  # where the optimizer's state is: "cpu" or "none"
     ratio: float = 1.0  # the share of the state that is on the host
     speculation: int | str = 0  # ``speculation_memory``, as in :class:`longshore.Offload`
+    param_device: str = "none"  # where the parameters rest: "cpu", or "none" for the device
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters rest on the host and are copied to the device unit by unit."""
+        return self.param_device == "cpu"
 
     @property
     def title(self) -> str:
         words = [f"stage {self.stage}", *(["offload"] if self.offload == "cpu" else [])]
+        words += ["streamed"] if self.streams else []
         if self.ratio != 1.0:
             words.append(f"ratio {self.ratio:g}")
         if self.speculation:
@@ -89,6 +96,8 @@ def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
             zero["offload_optimizer"]["ratio"] = choice.ratio
         if choice.speculation:
             own["speculation_memory"] = choice.speculation
+    if choice.streams:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if job.tile_numel is not None:
         own["tile_numel"] = job.tile_numel
     content["zero_optimization"] = zero

@@ -59,7 +59,7 @@ class RankLayout:
     job: Job
     choice: PlanChoice
     ranks: int
-    staged: bool
+    staged: bool  # gradients are copied from a device with its own memory into the host's tiles
     owned: tuple[PlannedRange, ...]  # what the rank steps, in the order of its tiles
     buckets: tuple[PlannedBucket, ...]  # in the order in which backward launches them; none on one rank
     host: tuple[TileGroup, ...]  # tiles of the store on the host, or of the only store
@@ -73,7 +73,12 @@ class RankLayout:
 
     def own_master(self, dtype: torch.dtype) -> bool:
         """Whether parameters of this dtype are their own masters: see :class:`~longshore.tiles.TileStore`."""
-        return dtype == torch.float32 and not self.staged and not self.speculation
+        return dtype == torch.float32 and not self.publishes and not self.speculation
+
+    @property
+    def publishes(self) -> bool:
+        """Whether new values of parameters are copied to a device."""
+        return self.staged and not self.choice.streams
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -92,6 +97,8 @@ def lay_out(
     own memory.
     """
     model = model.cast(job.dtype)
+    # On one rank, gradients of a streamed model come to ``.grad`` on the host before the store sees them.
+    staged = staged and not (choice.streams and ranks == 1)
     numels = [each.numel for each in model.trainable]
     if choice.stage == 3 and ranks > 1:
         rows = [chunk(each.shape[0], ranks, rank) for each in model.trainable]
@@ -164,12 +171,13 @@ class PlannedBytes:
     """Bytes of one rank when it stores the most: after backward, before ``step()``."""
 
     host: dict[str, int]  # by the kinds of ``engine.explain().host_bytes``, exact to the byte
+    host_estimates: dict[str, int]  # what the engine does not count: frozen parameters that rest there
     device: dict[str, int]  # by the kinds of ``engine.explain().device_bytes``, exact to the byte
     device_estimates: dict[str, int]  # what the engine does not count: activations, gradients under way
 
     @property
     def host_total(self) -> int:
-        return sum(self.host.values())
+        return sum(self.host.values()) + sum(self.host_estimates.values())
 
     @property
     def device_total(self) -> int:
@@ -180,14 +188,29 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
     """Count all bytes of a layout."""
     job, choice = layout.job, layout.choice
     trainable = zip(layout.numels, layout.model.trainable, strict=True)
-    device = {"parameters": sum(numel * each.dtype.itemsize for numel, each in trainable), "gradients": 0}
+    parameters = sum(numel * each.dtype.itemsize for numel, each in trainable)
     offloads = choice.offload == "cpu"
     arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
     host = _store_bytes(layout, layout.host, arrivals, layout.staged and offloads, layout.speculation)
+    if choice.streams:
+        frozen = parameter_bytes([each for each in layout.model.parameters if not each.trainable])
+        device = {"parameters": streamed_bytes(layout.model)} if layout.ranks == 1 else {}
+        host_estimates = {"frozen": frozen // layout.ranks} if frozen else {}
+        return PlannedBytes({**host, "parameters": parameters}, host_estimates, device, _estimates(layout))
+    device = {"parameters": parameters, "gradients": 0}
     if layout.staged and (not offloads or choice.ratio != 1.0):
         for kind, count in _store_bytes(layout, layout.device, arrivals, False, 0).items():
             device[kind] = device.get(kind, 0) + count
-    return PlannedBytes(host, device, _estimates(layout))
+    return PlannedBytes(host, {}, device, _estimates(layout))
+
+
+def streamed_bytes(model: PlannedModel) -> int:
+    """Return the most bytes of parameters that are on the device at once: two units, one of which is used next, and
+    what is in none."""
+    sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
+    rest = sizes.pop(None, 0)
+    units = [sizes.get(unit, 0) for unit in range(model.units)]
+    return rest + max(map(sum, zip(units, [*units[1:], 0], strict=True)), default=0)
 
 
 def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int | str) -> tuple[int, int]:
@@ -226,7 +249,7 @@ def _store_bytes(
             slot_bytes = padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
             gradients += run.tiles * slot_bytes
             landing = max(landing, slot_bytes)
-            if gradient_dtype != dtype:
+            if gradient_dtype != dtype and layout.publishes:
                 staged.append(run.buffer_numel * dtype.itemsize)
         elif arrivals == 1:
             gradients += run.tiles * run.numel * gradient_dtype.itemsize
@@ -245,12 +268,17 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
     """Estimate the bytes on the device that the engine does not count."""
     model, job, buckets = layout.model, layout.job, layout.buckets
     gradients = parameter_bytes(model.trainable)
+    frozen = [] if layout.choice.streams else [each for each in model.parameters if not each.trainable]
     found = {
         "activations": _activation_bytes(model, job),
-        "buffers and frozen": model.buffer_bytes + parameter_bytes([p for p in model.parameters if not p.trainable]),
+        "buffers and frozen": model.buffer_bytes + parameter_bytes(frozen),
     }
     if layout.ranks == 1:
-        if layout.host:
+        if layout.choice.streams:
+            # Those of one unit, or of what is in none, may be on their way to the host.
+            units = by_unit(model.trainable).values()
+            found["gradients under way"] = max(map(parameter_bytes, units), default=0)
+        elif layout.host:
             found["gradients under way"] = min(_IN_FLIGHT_BYTES, gradients)
         return found
     if layout.reduces_each_backward:
@@ -270,7 +298,10 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
         sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
         root = sizes.pop(None, 0)
         # The unit in use, the next one, and the parameters that belong to no unit.
-        found["gathered"] = root + sum(sorted(sizes.values())[-2:])
+        two = sum(sorted(sizes.values())[-2:])
+        found["gathered"] = root + two
+        if layout.choice.streams:  # each rank's shards of what is gathered
+            found["shards going up"] = (root + two) // layout.ranks
     return found
 
 

@@ -61,7 +61,9 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "offload_device": choice.offload,
         "offload_ratio": choice.ratio,
         "speculation_memory": choice.speculation,
+        "param_device": choice.param_device,
         "host_bytes": candidate.bytes.host,
+        "host_bytes_estimated": candidate.bytes.host_estimates,
         "device_bytes": candidate.bytes.device,
         "device_bytes_estimated": candidate.bytes.device_estimates,
         "fits": candidate.fits,
@@ -69,6 +71,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "missing_host_bytes": max(0, candidate.missing_host),
         "step_s": times and times.step_s,
         "exposed_s": times and times.exposed_s,
+        "waited_s": times and times.waited_s,
         "busy_s": times and dict(times.busy_s),
     }
 
@@ -82,12 +85,14 @@ def head(plan: Plan) -> Iterator[str]:
     of_device = f"{DEVICE_SHARE:.0%} of a device's, " if machine.staged else ""
     yield f"memory that is planned with: {of_device}{HOST_SHARE:.0%} of a host's"
     yield "spares: the share of tiles that can be stepped ahead; ratio: the share of the state that is on the host"
+    if any(each.choice.streams for each in plan.candidates):
+        yield "streamed: parameters rest on the host, and are copied to the device unit by unit as they are used"
     yield (
         f"{tokens_a_step(plan):,} tokens a step: {machine.ranks} ranks x {job.accumulation} backwards x "
         f"{job.batch_size} sequences x {job.seq_len} tokens"
     )
     if machine.ranks == 1:
-        yield "on one rank, stages 1, 2 and 3 are as stage 0"
+        yield "on one rank, stages 1, 2 and 3 are as stage 0, but for parameters that rest on the host"
     yield from (f"assumed: {each}" for each in (*machine.assumptions, *model.notes))
 
 
@@ -109,7 +114,12 @@ def tail(plan: Plan) -> Iterator[str]:
     best, times = plan.recommended, plan.recommended.times
     assert times is not None
     yield f"recommended: {best.choice.title}"
-    counted = {"host": best.bytes.host, "device": best.bytes.device, "device, estimated": best.bytes.device_estimates}
+    counted = {
+        "host": best.bytes.host,
+        "host, estimated": best.bytes.host_estimates,
+        "device": best.bytes.device,
+        "device, estimated": best.bytes.device_estimates,
+    }
     for where, kinds in counted.items():
         parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items() if count)
         if parts:
@@ -118,10 +128,13 @@ def tail(plan: Plan) -> Iterator[str]:
         f"  a step takes {_time(times.step_s)}: {_time(times.compute_s)} are forward and backward, and "
         f"{_time(times.exposed_s)} come after them (exposed); {tokens_a_step(plan) / times.step_s:,.0f} tokens/s"
     )
+    if best.choice.streams:
+        yield f"  forward and backward wait {_time(times.waited_s)} for parameters"
     if plan.offloaded is not None:
-        which = "its offload" if plan.offloaded is best else f"the offload of {plan.offloaded.choice.title}"
+        which = "its offload" if plan.offloaded is best else plan.offloaded.choice.title
         when = "at no number of tokens" if plan.hidden_at is None else f"from {plan.hidden_at:,} tokens a step on"
-        yield f"  {which} is hidden (at most {HIDDEN_SHARE:.0%} of a step is exposed) {when}"
+        what = "exposed, or waits for parameters" if plan.offloaded.choice.streams else "exposed"
+        yield f"  {which} is hidden (at most {HIDDEN_SHARE:.0%} of a step is {what}) {when}"
 
 
 def _time(seconds: float) -> str:

@@ -55,7 +55,10 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
     bars = [
         (row + offset, found)
         for row, each in enumerate(plan.distinct)
-        for offset, found in ((-0.2, {**each.bytes.device_estimates, **each.bytes.device}), (0.2, each.bytes.host))
+        for offset, found in (
+            (-0.2, {**each.bytes.device_estimates, **each.bytes.device}),
+            (0.2, {**each.bytes.host_estimates, **each.bytes.host}),
+        )
     ]
     left = dict.fromkeys((place for place, _ in bars), 0.0)
     for kind, colour in zip(_KINDS, colours, strict=True):

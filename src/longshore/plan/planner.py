@@ -69,7 +69,8 @@ class Plan:
     def distinct(self) -> tuple[Candidate, ...]:
         """The candidates; on one rank those of the first stage alone, since all stages are alike."""
         first = self.candidates[0].choice.stage
-        return tuple(each for each in self.candidates if self.machine.ranks > 1 or each.choice.stage == first)
+        several = self.machine.ranks > 1
+        return tuple(each for each in self.candidates if several or each.choice.stage == first or each.choice.streams)
 
 
 def plan(
@@ -102,9 +103,13 @@ def plan(
         candidates = [
             replace(each, choice=replace(each.choice, stage=stage)) for stage in range(4) for each in candidates
         ]
+    if machine.staged and scalar is None and model.units:
+        candidates += planner.variants(PlanChoice(3, "cpu", param_device="cpu"))
     candidates = [each for each in candidates if allows(each.choice)]
     if not candidates:
-        raise ValueError(f"no choice is left: {'; '.join(model.notes)}")
+        blocks = [] if model.units else ["a model without blocks is not streamed"]
+        why = [*model.notes, *blocks] or ["the stage, offload and streaming that are asked for exclude each other"]
+        raise ValueError(f"no choice is left: {'; '.join(why)}")
     fitting = [each for each in candidates if each.fits]
     if not fitting:
         raise DoesNotFit(planner.refusal(candidates))
@@ -127,7 +132,9 @@ def _checked(model: PlannedModel) -> PlannedModel:
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the simplest, and then the first, of the candidates that are as good as the fastest."""
+    """Return the simplest, and then the first, of the candidates that are as good as the fastest; one whose parameters
+    rest on the host only if there are no others."""
+    candidates = [each for each in candidates if not each.choice.streams] or candidates
     steps = {each.choice: each.times.step_s for each in candidates if each.times is not None}
     good = [choice for choice, step_s in steps.items() if step_s <= (1 + _ALIKE) * min(steps.values())]
     best = min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))
@@ -171,7 +178,7 @@ class Planner:
         if not self.moves(choice) or plain.missing_device > 0:
             return  # the variants take more memory of a device
         bases = [choice] if plain.fits else []
-        ratio = self._least_ratio(choice)
+        ratio = 1.0 if choice.streams else self._least_ratio(choice)
         if ratio < 1.0:
             bases.append(replace(choice, ratio=ratio))
             yield self.evaluate(bases[-1])
@@ -197,7 +204,8 @@ class Planner:
         def hidden(sequences: int) -> bool:
             job = replace(self.job, batch_size=sequences, accumulation=1)
             times = simulate(self.model, self.machine, job, choice, layout)
-            return times.exposed_s <= HIDDEN_SHARE * times.step_s
+            shown = times.exposed_s + (times.waited_s if choice.streams else 0.0)
+            return shown <= HIDDEN_SHARE * times.step_s
 
         sequences = range(1, 1 + max(1, _MOST_TOKENS // self.job.seq_len))
         index = bisect_left(sequences, True, key=hidden)

@@ -50,10 +50,13 @@ SHARDED_SCHEDULE: Mapping[str, Row] = {
 
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"
+FETCH = "fetch"
+"""The copy of a unit's parameters to the device, of a model whose parameters rest on the host."""
 STEP_ON_DEVICE = "step on the device"
 _FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Track.COMPUTE),
     GATHER_TO_USE: Row(Track.COLLECTIVES),
+    FETCH: Row(Track.TO_DEVICE),
     ADD: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
     MEASURE: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
     STEP_ON_DEVICE: Row(Track.COMPUTE, ((NORM, Which.ALL),)),
@@ -85,6 +88,11 @@ class Simulation:
     compute_s: float  # forward and backward alone
     busy_s: Mapping[str, float]  # by track
     spans: tuple[Span, ...]  # all simulated events; of accumulated backwards only a few
+
+    @property
+    def waited_s(self) -> float:
+        """The part of forward and backward in which they wait for parameters."""
+        return max(0.0, self.step_s - self.exposed_s - self.compute_s)
 
 
 class EventSimulator:
@@ -165,6 +173,8 @@ class _Step:
         self._sharded = machine.ranks > 1
         self._each_backward = not self._sharded or layout.reduces_each_backward
         self._gathers = self._sharded and self._stage == 3
+        self._streams = machine.staged and layout.choice.streams
+        self._there: set[int] = set()  # units that backward finds on the device
         self._offloads = layout.choice.offload == "cpu"
         self._copies = machine.staged and self._offloads
         self._segments = segments_of(layout.model)
@@ -201,21 +211,34 @@ class _Step:
     # -- forward and backward -------------------------------------------------
 
     def _forward(self) -> None:
-        begun = root_ready = self._time.last(ARRIVE)
-        if self._gathers:
-            root = sum(segment.num_bytes for segment in self._segments if segment.unit is None)
-            root_ready = self._time.run(GATHER_TO_USE, "root", self._gather_s(root), not_before=begun)
+        begun = self._time.last(ARRIVE)
+        root = sum(segment.num_bytes for segment in self._segments if segment.unit is None)
+        root_ready = self._bring_up("root", root, begun)
         used: list[float] = []
         for segment in self._segments:
             ready = self._gather(segment, used) or root_ready
             used.append(self._time.run(FORWARD, segment.key, self._seconds[segment.key].forward, not_before=ready))
+        if self._streams and not self._sharded:
+            self._there = {segment.key for segment in [each for each in self._segments if each.unit is not None][-2:]}
 
     def _gather(self, segment: ModelSegment, used: list[float]) -> float:
-        """Return when a unit's parameters are gathered; 0.0 if nothing is. ``used``: ends of segments before it."""
-        if not self._gathers or segment.unit is None:
+        """Return when a unit's parameters are there; 0.0 if they always are. ``used``: ends of segments before it."""
+        if segment.unit is None:
+            return 0.0
+        if segment.key in self._there:
+            self._there.remove(segment.key)
             return 0.0
         free = used[-2] if len(used) > 1 else 0.0  # no more than one unit ahead
-        return self._time.run(GATHER_TO_USE, segment.key, self._gather_s(segment.num_bytes), not_before=free)
+        return self._bring_up(segment.key, segment.num_bytes, free)
+
+    def _bring_up(self, key: Hashable, num_bytes: float, free: float) -> float:
+        """Copy parameters to the device and gather them, as the choice asks for, from ``free`` on."""
+        if self._streams:
+            of_rank = num_bytes / self._machine.ranks
+            free = self._time.run(FETCH, key, of_rank / self._machine.to_device_bytes_per_s, not_before=free)
+        if self._gathers:
+            free = self._time.run(GATHER_TO_USE, key, self._gather_s(num_bytes), not_before=free)
+        return free
 
     def _backward_s(self, segment: ModelSegment, number: int) -> float:
         forward, seconds = self._seconds[segment.key]
@@ -333,7 +356,7 @@ class _Step:
 
     def _publish(self, tile: TileJob) -> None:
         seconds = 0.0  # a pass in place writes parameters in host memory itself
-        if self._copies:
+        if self._copies and not self._streams:
             seconds = tile.parameter_bytes / self._machine.to_device_bytes_per_s
         elif tile.ahead:
             seconds = self._host_s(2 * tile.parameter_bytes)

@@ -135,6 +135,7 @@ class Resident:
         kept: the block of parameters that are in no other one, which stays from the beginning of a call of the model to
             the beginning of the next.
         in_time, late: blocks that were on their way when they were used, and those that were not.
+        most_bytes: the most bytes of parameters that were on the device at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,7 +143,7 @@ class Resident:
         self.lock = threading.RLock()
         """Forward and autograd's threads use blocks."""
         self.kept: Block | None = None
-        self.in_time = self.late = 0
+        self.in_time = self.late = self.most_bytes = 0
         self._there: list[Block] = []
         self._before: Block | None = None
         self._now: Block | None = None
@@ -164,6 +165,7 @@ class Resident:
         with self.lock:
             if block is self.kept:
                 block.fetch()
+                self._count()
                 return
             if block is self._now and all(parameter.is_there for parameter in block.parameters):
                 return
@@ -188,6 +190,12 @@ class Resident:
                 self._there.append(ahead)
                 with contextlib.suppress(torch.OutOfMemoryError):  # there is time, and there may be memory later
                     ahead.fetch()
+            self._count()
+
+    def _count(self) -> None:
+        blocks = [*self._there, *([] if self.kept is None else [self.kept])]
+        there = {id(each): each for block in blocks for each in block.parameters if each.is_fetched}
+        self.most_bytes = max(self.most_bytes, sum(each.rest.nbytes for each in there.values()))
 
     def _shared(self, parameter: StreamedParameter, *blocks: Block | None) -> bool:
         in_use = [block for block in [*self._there, self.kept] if block is not None and block.users]

@@ -161,6 +161,11 @@ class StreamedParameter:
             self._make_twin()
 
     @property
+    def is_fetched(self) -> bool:
+        """Whether it has memory on the device."""
+        return self._fetch is not None
+
+    @property
     def is_there(self) -> bool:
         """Whether its values, as they are now, are on the device or on their way."""
         return self._fetch is not None and self._fetched == self._now()

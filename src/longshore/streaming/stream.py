@@ -34,6 +34,8 @@ class StreamCounts(NamedTuple):
     """Uses of a block that was on the device, or on its way, when it was used."""
     late: int
     """Uses of a block that nobody had expected: the device waited for the whole copy."""
+    resident_bytes: int
+    """The most bytes of parameters that were on the device at once."""
 
 
 class Stream:
@@ -110,7 +112,9 @@ class Stream:
     def counts(self) -> StreamCounts:
         """What was copied and waited for so far."""
         lanes, resident = self._lanes, self._resident
-        return StreamCounts(lanes.fetched_bytes, lanes.returned_bytes, resident.in_time, resident.late)
+        return StreamCounts(
+            lanes.fetched_bytes, lanes.returned_bytes, resident.in_time, resident.late, resident.most_bytes
+        )
 
     def explain(self) -> str:
         """Return a description: the blocks and their bytes, what was copied, and how often a block came too late."""
