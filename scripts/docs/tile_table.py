@@ -41,6 +41,11 @@ def table() -> str:
 
 def filled(text: str) -> str:
     """The page with its table as the code has it now."""
+    return filled_between(text, f"{BEGIN}\n{table()}\n{END}")
+
+
+def filled_between(text: str, content: str) -> str:
+    """A page with what stands between its two comments, and these, replaced."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     assert pattern.search(text), "the page has lost the comments that its table stands between"
-    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+    return pattern.sub(lambda _: content, text)
