@@ -63,3 +63,27 @@ def test_memory_of_the_device() -> None:
     assert handle.counts.resident_bytes == planned == 4 * (2 * numel + 513 * 256)
     assert planned <= peak < planned + 64 * 1024
     handle.close()
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_memory_of_gradients_on_the_host(release: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is pinned in its exact size, and each step takes that of the one before."""
+    asked: list[int] = []
+
+    def counted(num_bytes: int) -> torch.Tensor:
+        asked.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    blocks = nn.Sequential(*(nn.Linear(33, 33) for _ in range(4)))
+    model = nn.Sequential(blocks, nn.Linear(33, 5)).bfloat16()
+    device = torch.device(device_type())
+    handle = longshore.stream(model, device)
+    monkeypatch.setattr("longshore.transfer.pinned.allocate_pinned", counted)
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=release)
+    for _ in range(4):
+        model(torch.ones(3, 33, device=device, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(asked) == sorted(each.nbytes for each in model.parameters())
+    optimizer.close()
+    handle.close()

@@ -13,7 +13,7 @@ import longshore
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.memory import cut_slots, padded_bytes
 from longshore.transfer import DirectTransfer
-from longshore.transfer.pinned import allocate_pinned
+from longshore.transfer.pinned import PinnedPool, allocate_pinned
 
 
 class Runtime:
@@ -60,6 +60,28 @@ def test_as_many_bytes_are_pinned_as_were_asked_for(runtime: Runtime) -> None:
     gc.collect()
     assert runtime.pinned == {}
     assert allocate_pinned(0).numel() == 0 and runtime.pinned == {}
+
+
+def test_a_pool_gives_memory_again_once_nothing_has_it(runtime: Runtime) -> None:
+    pool = PinnedPool()
+    wide = torch.empty(7, 5, dtype=torch.bfloat16)
+    first = pool.empty_like(wide)
+    assert first.shape == (7, 5) and first.is_contiguous() and first.dtype == torch.bfloat16 and not first._is_view()
+    assert runtime.pinned == {first.data_ptr(): 70}
+    address, view = first.data_ptr(), first[1:]
+    del first
+    second = pool.empty_like(wide)  # the view has the first one's memory still
+    assert second.data_ptr() != address and len(runtime.pinned) == 2
+    del view
+    turned = pool.empty_like(wide.view(5, 7).t())  # as many bytes, in another order
+    assert turned.data_ptr() == address and turned.shape == (7, 5) and turned.stride() == (1, 7)
+    assert pool.empty_like(torch.empty(0, 3)).shape == (0, 3) and len(runtime.pinned) == 2
+    # What was lent may outlive the pool, and all of it is unpinned in the end.
+    del pool
+    turned.fill_(3)
+    del second, turned
+    gc.collect()
+    assert runtime.pinned == {}
 
 
 def test_slots_of_unlucky_sizes(runtime: Runtime) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longshore.errors import ParameterError
-from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream
+from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, PinnedPool
 
 _FIRST = (1 << 63) - 1
 """Sequence number of functions that backward runs as soon as it can."""
@@ -40,6 +40,7 @@ class Lanes:
         self.to_device = DeviceFetchStream(device)
         self.to_host = DeviceCopyStream(device, in_flight_bytes)
         self.fetched_bytes = self.returned_bytes = 0
+        self._memory = PinnedPool()
         self._landing: dict[int, CopyHandle] = {}
         """Copies of gradients that may be under way, by the address that they go to."""
 
@@ -53,7 +54,7 @@ class Lanes:
     def bring(self, gradient: Tensor) -> Tensor:
         """Begin to copy a gradient to the host; :meth:`land` waits for it."""
         self.returned_bytes += gradient.nbytes
-        host = torch.empty_like(gradient, device="cpu", pin_memory=True)
+        host = self._memory.empty_like(gradient)
         copy = self.to_host.enqueue(gradient, host, [self.to_host.mark_current()], None)
         self._landing[host.data_ptr()] = copy
         return host

@@ -14,7 +14,7 @@ from longshore.transfer.device import (
     ResidentTransfer,
     RestingTransfer,
 )
-from longshore.transfer.pinned import allocate_pinned
+from longshore.transfer.pinned import PinnedPool, allocate_pinned
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "DeviceTransfer",
     "DirectTransfer",
     "FinishedCopy",
+    "PinnedPool",
     "ResidentTransfer",
     "RestingTransfer",
     "SimulatedTransfer",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import weakref
 from typing import Any
 
 import torch
@@ -47,3 +49,31 @@ def allocate_pinned(num_bytes: int) -> Tensor:
         block.address = memory.data_ptr()
         return memory
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+class PinnedPool:
+    """Pinned memory that is given again once the last tensor over it is freed; any thread may free it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in pinned memory with the shape, dtype and, if it is dense, the strides of ``tensor``."""
+        strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        num_bytes = tensor.numel() * tensor.element_size()
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            if num_bytes == 0:
+                return made.view(tensor.shape)
+            # Not a view of the memory: it may become a parameter's ``.grad``.
+            return made.set_(self._lend(num_bytes).untyped_storage(), 0, tensor.shape, strides)  # pyright: ignore
+
+    def _lend(self, num_bytes: int) -> Tensor:
+        free = self._free.setdefault(num_bytes, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = allocate_pinned(num_bytes)
+        lent = (ctypes.c_ubyte * num_bytes).from_address(memory.data_ptr())
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.frombuffer(lent, dtype=torch.uint8)  # which keeps the object until nothing has its memory
