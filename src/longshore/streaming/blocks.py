@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,20 +60,28 @@ class Block:
         """Note that backward or forward comes to this block."""
         self._resident.use(self)
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Context in which the modules of the block have its parameters on the device."""
+    @torch.compiler.disable
+    def begin_use(self) -> AbstractContextManager[Any]:
+        """Give the modules of the block its parameters on the device, until :meth:`end_use`; return what keeps them out
+        of autograd's graph."""
         if self.users and self._thread != threading.get_ident():
             raise LongshoreError(f"two threads call {self.name or 'the model'} at once; call it from one at a time")
         self.users += 1
-        try:
-            if self.users == 1:
-                self._thread = threading.get_ident()
+        if self.users == 1:
+            self._thread = threading.get_ident()
+            try:
                 with self._resident.lock:
                     self._enter()
-            with saved_tensors_hooks(*self._hooks()):
-                yield
-            if self.users == 1:
+            except BaseException:
+                self.end_use(failed=True)
+                raise
+        return saved_tensors_hooks(*self._hooks())
+
+    @torch.compiler.disable
+    def end_use(self, failed: bool) -> None:
+        """End what :meth:`begin_use` began; ``failed`` says whether an error is under way."""
+        try:
+            if self.users == 1 and not failed:
                 for parameter in self.parameters:
                     parameter.check_unwritten()
         finally:
@@ -104,6 +113,7 @@ class Block:
         by_memory = self._by_memory
         around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
 
+        @torch.compiler.disable
         def pack(tensor: Tensor) -> Any:
             if tensor.layout == torch.strided and tensor.device == self._resident.device:
                 parameter = by_memory.get(tensor.untyped_storage().data_ptr())
@@ -122,6 +132,7 @@ class _Packed(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
+@torch.compiler.disable
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, SavedValues):
         return saved.restore()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,6 +22,12 @@ from longshore.units import WrapPolicy, units_of
 _ALIGNMENT_BYTES = 256
 _OLDEST_TORCH = (2, 11)
 """Earlier ones were not tried; the order in which backward runs functions is set by a method that is not documented."""
+
+
+_NOT_ONE_GRAPH = (
+    "parameters of a streamed model are fetched between its blocks, outside of what is compiled: leave out "
+    "fullgraph=True, or compile the blocks"
+)
 
 
 class StreamCounts(NamedTuple):
@@ -143,8 +150,20 @@ class Stream:
                     found.unwrap()
             self._move_buffers(torch.device("cpu"))
 
+    @torch.compiler.disable(recursive=False)  # what the method computes may be compiled, as on the device
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of a module of the model with its block in use."""
+        kept_out, failed = self._begin_call(block), True
+        try:
+            with kept_out:
+                result = method(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            self._end_call(block, failed)
+
+    @torch.compiler.disable
+    def _begin_call(self, block: Block) -> AbstractContextManager[Any]:
         if torch.is_autocast_enabled(self.device.type):
             raise LongshoreError(
                 "autocast keeps its casts of parameters, which a streamed model's are not there for; use bfloat16 "
@@ -152,12 +171,14 @@ class Stream:
             )
         if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
             self._resident.begin()
+        kept_out = block.begin_use()
         self._calls += 1
-        try:
-            with block.in_use():
-                return method(*args, **kwargs)
-        finally:
-            self._calls -= 1
+        return kept_out
+
+    @torch.compiler.disable
+    def _end_call(self, block: Block, failed: bool) -> None:
+        self._calls -= 1
+        block.end_use(failed)
 
 
 class _StreamedMethod:
@@ -179,7 +200,7 @@ class _StreamedMethod:
         self._former = getattr(module, method)
         functools.update_wrapper(self, self._former)
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._stream.call(self._block, self._former, args, kwargs)
 
