@@ -46,10 +46,6 @@ def forking_context() -> Any:
     return context
 
 
-MOST_CALLS_ON_A_DEVICE = 12
-"""Before processes are started anew. Communicators get one of 32 streams in turn (docs/gpu_status.md, finding 5)."""
-
-
 class RankFailure(AssertionError):
     """A case raised something on a rank."""
 
@@ -112,7 +108,6 @@ class Ranks:
         self._timeout_s, self._device = timeout_s, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._calls = 0
         self._folder = Path()
 
     def _start(self) -> None:
@@ -136,9 +131,6 @@ class Ranks:
         Raises:
             RankFailure: with the tracebacks of the ranks that raised.
         """
-        self._calls += 1
-        if self._device != "cpu" and self._calls % MOST_CALLS_ON_A_DEVICE == 0:
-            self.stop()
         if not self._processes:
             self._start()
         for pipe in self._pipes:

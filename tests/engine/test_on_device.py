@@ -10,6 +10,7 @@ import pytest
 import torch
 from on_device import compiles_triton, device_type
 from ranks import RankFailure, Ranks
+from sharding import group_cases
 
 import longshore
 from engine import cases, failure_cases, resting_cases
@@ -120,3 +121,17 @@ def test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds(
 @pytest.mark.parametrize("stage", [0, 3])
 def test_collectives_are_called_on_the_device_of_their_rank(stage: int, two_devices: Ranks) -> None:
     assert two_devices(cases.device_of_collectives, stage) == [0, 1]
+
+
+def test_process_groups_are_used_again(two_devices: Ranks) -> None:
+    first, second = two_devices(group_cases.in_turn)
+    assert first == second  # the same names on both ranks
+    assert len(set(first["at once"])) == 2 and sorted(first["again"]) == sorted(first["at once"])
+    fifth, sixth = first["after a failure"]
+    assert fifth == first["again"][0] and sixth not in first["at once"]
+
+
+@pytest.mark.slow
+def test_as_many_engines_in_one_process_as_one_likes(two_devices: Ranks) -> None:
+    """torch gives communicators 32 streams in turn, of which the simulated device has 16 with events."""
+    assert all(second == last for second, last in two_devices(group_cases.engines, 40))

@@ -19,6 +19,8 @@ INPUTS = "engine/host_inputs.py"
 STREAM = "tests/streaming/test_stream.py"
 STREAMED = "streaming/parameters.py"
 RESIDENCE = "streaming/blocks.py"
+COMPILED = "tests/streaming/test_compiled.py"
+PLANNED = "tests/streaming/test_planned.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -28,6 +30,48 @@ def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FIL
 
 
 MUTANTS = [
+    _mutant(
+        "a process group in which a job failed is used again",
+        "                self._clean = False\n",
+        "                pass\n",
+        f"{ENGINE}::test_process_groups_are_used_again",
+        file="sharding/collective_thread.py",
+    ),
+    _mutant(
+        "process groups of a device are made anew",
+        "        if clean and self.kind is not None:\n            _idle",
+        "        if False:\n            _idle",
+        f"{ENGINE}::test_process_groups_are_used_again",
+        file="sharding/twin_groups.py",
+    ),
+    _mutant(
+        "what autograd saves of a streamed model is compiled",
+        "        @torch.compiler.disable\n        def pack(",
+        "        def pack(",
+        COMPILED,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "gradients of a streamed model take new memory each step",
+        "            memory = free.pop()\n",
+        "            raise IndexError\n",
+        PLANNED,
+        file="transfer/pinned.py",
+    ),
+    _mutant(
+        "memory of a gradient is given again while somebody has it",
+        "        weakref.finalize(lent, free.append, memory).atexit = False\n",
+        "        free.append(memory)\n",
+        STREAM,
+        file="transfer/pinned.py",
+    ),
+    _mutant(
+        "blocks before the present one are planned on the device as well",
+        "zip(units, [*units[1:], 0], strict=True)",
+        "zip(units, [*units[1:], 0], [*units[2:], 0, 0], strict=False)",
+        PLANNED,
+        file="plan/layout.py",
+    ),
     _mutant(
         "parameters on the host are written while they are copied",
         "        wait_for(self.mark())\n        torch.accelerator.synchronize(self.device)\n",
@@ -209,7 +253,7 @@ MUTANTS = [
     ),
     _mutant(
         "what a collective that was ended should have brought is taken",
-        "            self.on_device.check()\n",
+        "                self.on_device.check()\n",
         "",
         f"{KILLED}[1-False]",
         file="sharding/collective_thread.py",
@@ -471,8 +515,8 @@ MUTANTS = [
     ),
     _mutant(
         "what is written unseen between calls is not fetched",
-        "            self._resident.begin()\n        self._calls += 1\n",
-        "            pass\n        self._calls += 1\n",
+        "            self._resident.begin()\n        kept_out",
+        "            pass\n        kept_out",
         STREAM,
         file="streaming/stream.py",
     ),

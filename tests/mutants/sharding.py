@@ -16,7 +16,37 @@ from mutants.mutant import (
     Mutant,
 )
 
+TWIN_GROUPS = "tests/sharding/test_twin_groups.py"
+
 MUTANTS = [
+    Mutant(
+        "a process group is used again although one rank does not have it",
+        "sharding/twin_groups.py",
+        "        common[ranks] = common.get(ranks, theirs) & theirs\n",
+        "        common[ranks] = common.get(ranks, theirs) | theirs\n",
+        (TWIN_GROUPS,),
+    ),
+    Mutant(
+        "each rank uses another process group again",
+        "sharding/twin_groups.py",
+        "    found = names[min(common[kind.ranks])]\n",
+        "    found = idle[0]\n",
+        (TWIN_GROUPS,),
+    ),
+    Mutant(
+        "process groups outlive the default group",
+        "sharding/twin_groups.py",
+        "if _exists(each)]",
+        "]",
+        (TWIN_GROUPS,),
+    ),
+    Mutant(
+        "one part of the ranks makes a process group by itself",
+        "sharding/twin_groups.py",
+        "    if not all(common.values()):\n",
+        "    if not common[kind.ranks]:\n",
+        (TWIN_GROUPS,),
+    ),
     Mutant(
         "a rank that discarded the same window is left behind",
         "sharding/collective_thread.py",
@@ -606,8 +636,8 @@ MUTANTS = [
     Mutant(
         "a dead thread goes on",
         "sharding/collective_thread.py",
-        "            if self._dead is not None:\n                raise self._dead\n            job()\n",
-        "            job()\n",
+        "            if self._dead is not None:\n                raise self._dead\n            try:\n",
+        "            try:\n",
         (COLLECTIVES,),
     ),
     Mutant(

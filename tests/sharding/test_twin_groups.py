@@ -1,13 +1,18 @@
-"""Settings that make collectives of two threads run in one order are refused by name; on the CPU they mean nothing."""
+"""Settings that make collectives of two threads run in one order are refused by name; on the CPU they mean nothing.
+Groups of a device are used again."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from ranks import Ranks
 
 from longshore.errors import LongshoreError
 from longshore.sharding import twin_groups
 from longshore.sharding.twin_groups import refuse_ordered_launches, twins_of
+from sharding import group_cases
 
 
 @pytest.mark.parametrize("queues", ["1", "7"])
@@ -44,3 +49,20 @@ def test_groups_of_a_device_are_checked_and_those_of_the_cpu_are_not(monkeypatch
     assert made == []
     twins_of(None, torch.device("cpu"))
     assert len(made) == 1
+
+
+def test_an_idle_group_is_used_again_where_all_ranks_have_it(two_ranks: Ranks) -> None:
+    # The second of the first kind is the first rank's alone; of the other kind the ranks take the same one each time.
+    assert two_ranks(group_cases.offered, "a", "a", "b", "b", "b") == [[0, None, 2, 3, None]] * 2
+
+
+def test_groups_of_a_former_default_group_are_not_offered(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        assert ranks(group_cases.after_another_default_group, str(tmp_path)) == [(True, None)] * 2
+    finally:
+        ranks.stop()
+
+
+def test_where_one_part_of_the_ranks_needs_a_new_group_all_make_new_ones(three_ranks: Ranks) -> None:
+    assert three_ranks(group_cases.parts) == [[None, True]] * 3

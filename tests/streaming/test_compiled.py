@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from on_device import device_type
 from support import PlainLoop
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import longshore
@@ -87,6 +89,25 @@ def test_weights_are_those_of_the_plain_model(what: str, first: str, backend: st
         for ours, theirs in zip(model.parameters(), reference.parameters, strict=True):
             assert torch.equal(ours, theirs)
     assert frames[0] > 0 and len(set(frames[1:])) == 1  # compiled, and not again
+    handle.close()
+
+
+def test_what_fetches_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: set[tuple[str, str]] = set()
+    convert = ConvertFrame.__call__
+
+    def recorded(self: Any, frame: Any, *rest: Any, **options: Any) -> Any:
+        traced.add((frame.f_code.co_filename, frame.f_code.co_name))
+        return convert(self, frame, *rest, **options)
+
+    monkeypatch.setattr(ConvertFrame, "__call__", recorded)
+    model = Network()
+    handle = longshore.stream(model, device_type())
+    called = torch.compile(model, backend="aot_eager")
+    called(torch.zeros(2, 6, dtype=torch.int64, device=handle.device)).sum().backward()
+    assert (__file__, "forward") in traced
+    ours = {name for file, name in traced if "longshore" in Path(file).parts}
+    assert {name for name in ours if "call" not in name} == set()  # these two only call the module
     handle.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ def test_memory_of_the_device() -> None:
     blocks = nn.Sequential(*(nn.Linear(512, numel // 512, bias=False) for _ in range(5)))
     model = nn.Sequential(blocks, nn.Linear(512, 256))
     planned = streamed_bytes(plan_of_module(model, "wide"))
+    gc.collect()
+    torch.accelerator.synchronize()
     allocator = torch.get_device_module(device)
     before = allocator.memory_allocated()
     handle = longshore.stream(model, device)

@@ -49,7 +49,7 @@ class CollectiveThread:
     it expects, which would end the process.
 
     Args:
-        groups: process groups of the ranks, used by this thread alone; :meth:`close` destroys them.
+        groups: process groups of the ranks, used by this thread alone; :meth:`close` ends them.
         device: device on which communicated tensors have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
         modules: names of the modules that are gathered, by number.
@@ -86,6 +86,8 @@ class CollectiveThread:
         self._worker = Worker(limit_bytes, begin, "longshore-collectives", patience_s=_PATIENCE_S)
         # These are set once.
         self._dead: RankError | None = None
+        self._clean = True
+        """Whether each job did all of its collectives."""
         self._closing = threading.Event()
         # These change with each window.
         self.gives_up = False
@@ -133,8 +135,12 @@ class CollectiveThread:
         def guarded() -> None:
             if self._dead is not None:
                 raise self._dead
-            job()
-            self.on_device.check()
+            try:
+                job()
+                self.on_device.check()
+            except BaseException:
+                self._clean = False
+                raise
 
         self._worker.submit(guarded, waiting_bytes, awaited)
 
@@ -204,8 +210,7 @@ class CollectiveThread:
             self.on_device.close()
             self._presence.close()
         if self.groups is not None and dist.is_initialized():
-            for group in set(self.groups):
-                dist.destroy_process_group(group)
+            self.groups.end(self._clean and self._dead is None)
             # After an error no other rank comes to the last meeting, and the group's threads wait until its timeout.
             let_go((self.groups.control, self._of_latest), self._latest)
             # These are usually the last references: threads and sockets end now, not at a garbage collection.

@@ -49,6 +49,29 @@ class Twins(NamedTuple):
 
     data: Any
     control: Any
+    kind: _Kind | None = None
+    """What ``data`` can be used for again, after :meth:`end`."""
+
+    def end(self, clean: bool) -> None:
+        """Destroy both groups; if all ranks have launched the same collectives in it, as far as this one knows
+        (``clean``), keep that for tensors for the next twins."""
+        if clean and self.kind is not None:
+            _idle.setdefault(self.kind, []).append(self.data)
+        for group in {self.control} if clean and self.kind is not None else {self.data, self.control}:
+            dist.destroy_process_group(group)
+
+
+class _Kind(NamedTuple):
+    """Process groups of a kind are alike."""
+
+    ranks: tuple[int, ...]
+    timeout: timedelta | None
+    device: str
+
+
+_idle: dict[_Kind, list[Any]] = {}
+"""Groups for tensors that were used and are clean: torch gives the communicators of a device 32 streams in turn, and
+ranks could wait for each other for ever if one of them shared its stream with gathers of FSDP2."""
 
 
 LEAST_QUEUES = 8
@@ -86,8 +109,40 @@ def twins_of(group: Any, device: torch.device, ranks: list[int] | None = None) -
     """
     if device.type == "cuda":
         refuse_ordered_launches(os.environ)
-    data = twin_of(group, device, ranks=ranks)
-    return Twins(data, data if device.type == "cpu" else twin_of(group, device, "gloo", ranks))
+    if device.type == "cpu":
+        data = twin_of(group, device, ranks=ranks)
+        return Twins(data, data)
+    control = twin_of(group, device, "gloo", ranks)
+    kind = _Kind(tuple(dist.get_process_group_ranks(control)), timeout_of(control, torch.device("cpu")), str(device))
+    data = _again(kind, control)
+    return Twins(twin_of(group, device, ranks=ranks) if data is None else data, control, kind)
+
+
+def _again(kind: _Kind, control: Any) -> Any | None:
+    """Return an idle group that each of its ranks has; None: a new one has to be made, by all ranks."""
+    idle = _idle[kind] = [each for each in _idle.get(kind, ()) if _exists(each)]
+    names = {each.group_name: each for each in idle}
+    whole = len(kind.ranks) == dist.get_world_size()
+    said: list[Any] = [None] * dist.get_world_size()
+    # Where there are other groups, all of them make new ones, or none does.
+    dist.all_gather_object(said, (kind.ranks, set(names)), group=control if whole else None)
+    common: dict[tuple[int, ...], set[str]] = {}
+    for ranks, theirs in said:
+        common[ranks] = common.get(ranks, theirs) & theirs
+    if not all(common.values()):
+        return None
+    found = names[min(common[kind.ranks])]
+    idle.remove(found)
+    return found
+
+
+def _exists(group: Any) -> bool:
+    """Return whether the group is one of the present default group's."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
