@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     _mutant(
         "what autograd saves of a streamed model is compiled",
-        "        @torch.compiler.disable\n        def pack(",
+        "        @not_compiled\n        def pack(",
         "        def pack(",
         COMPILED,
         file=RESIDENCE,

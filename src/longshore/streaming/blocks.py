@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from longshore.errors import LongshoreError, ParameterError
 from longshore.streaming.parameters import SavedValues, StreamedParameter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Let torch.compile leave out a function and all that it calls."""
+    return cast(F, torch.compiler.disable(function))
 
 
 class Place(NamedTuple):
@@ -60,7 +67,7 @@ class Block:
         """Note that backward or forward comes to this block."""
         self._resident.use(self)
 
-    @torch.compiler.disable
+    @not_compiled
     def begin_use(self) -> AbstractContextManager[Any]:
         """Give the modules of the block its parameters on the device, until :meth:`end_use`; return what keeps them out
         of autograd's graph."""
@@ -77,7 +84,7 @@ class Block:
                 raise
         return saved_tensors_hooks(*self._hooks())
 
-    @torch.compiler.disable
+    @not_compiled
     def end_use(self, failed: bool) -> None:
         """End what :meth:`begin_use` began; ``failed`` says whether an error is under way."""
         try:
@@ -113,7 +120,7 @@ class Block:
         by_memory = self._by_memory
         around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
 
-        @torch.compiler.disable
+        @not_compiled
         def pack(tensor: Tensor) -> Any:
             if tensor.layout == torch.strided and tensor.device == self._resident.device:
                 parameter = by_memory.get(tensor.untyped_storage().data_ptr())
@@ -132,7 +139,7 @@ class _Packed(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-@torch.compiler.disable
+@not_compiled
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, SavedValues):
         return saved.restore()

@@ -14,7 +14,7 @@ from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError, ParameterError
 from longshore.machine import available_bytes
-from longshore.streaming.blocks import Block, Place, Resident
+from longshore.streaming.blocks import Block, Place, Resident, not_compiled
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.transfer import allocate_pinned
 from longshore.units import WrapPolicy, units_of
@@ -162,7 +162,7 @@ class Stream:
         finally:
             self._end_call(block, failed)
 
-    @torch.compiler.disable
+    @not_compiled
     def _begin_call(self, block: Block) -> AbstractContextManager[Any]:
         if torch.is_autocast_enabled(self.device.type):
             raise LongshoreError(
@@ -175,7 +175,7 @@ class Stream:
         self._calls += 1
         return kept_out
 
-    @torch.compiler.disable
+    @not_compiled
     def _end_call(self, block: Block, failed: bool) -> None:
         self._calls -= 1
         block.end_use(failed)
