@@ -1,0 +1,123 @@
+"""A model for which there is no memory is refused before it trains, with the bytes that are missing, and stays as it
+was."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from on_device import device_type
+from torch import Tensor, nn
+
+import longshore
+from longshore.byte_sizes import format_byte_size
+from longshore.errors import LongshoreError
+from longshore.transfer import allocate_pinned
+
+pytestmark = pytest.mark.gpu
+
+MODULE = importlib.import_module("longshore.streaming.stream")  # whose name in the room is the function's
+
+BLOCK, REST = 4 * 24 * 24, 4 * (24 * 7 + 7)
+"""Bytes of one block, and of what is in none."""
+
+
+def make() -> nn.Sequential:
+    blocks = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(4)))
+    return nn.Sequential(blocks, nn.Linear(24, 7))
+
+
+class Before:
+    """What a model was, and that it still is."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+        self.parameters = dict(model.named_parameters())
+        self.values = {name: each.detach().clone() for name, each in self.parameters.items()}
+
+    def check(self) -> None:
+        found = dict(self.model.named_parameters())
+        assert found.keys() == self.parameters.keys()
+        for name, each in found.items():
+            assert each is self.parameters[name] and each.device.type == "cpu"
+            assert torch.equal(each, self.values[name])
+        self.model(torch.ones(2, 24)).sum().backward()  # a plain model on the CPU
+        assert all(each.grad is not None for each in found.values())
+        self.model.zero_grad()
+
+    def check_streams(self) -> None:
+        handle = longshore.stream(self.model, device_type())
+        self.model(torch.ones(2, 24, device=device_type())).sum().backward()
+        assert all(each.grad is not None for each in self.model.parameters())
+        handle.close()
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the bytes that the device says are free."""
+    device = torch.get_device_module(torch.device(device_type()))
+    return lambda count: monkeypatch.setattr(device, "mem_get_info", lambda *_: (count, count))
+
+
+def test_a_device_without_room_for_two_blocks(free: Callable[[int], None]) -> None:
+    needed = REST + 3 * BLOCK  # two blocks, and the gradients of one
+    model = make()
+    before = Before(model)
+    free(needed - 1)
+    missing = r"and 1 B are missing: .* for two blocks, and .* choose smaller blocks"
+    with pytest.raises(ValueError, match=missing) as said:
+        longshore.stream(model, device_type())
+    for size in (needed, REST, 2 * BLOCK, BLOCK):
+        assert format_byte_size(size) in str(said.value)
+    before.check()
+    free(needed)
+    before.check_streams()
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_host_without_room_for_a_block(engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    before = Before(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(MODULE, "available_bytes", lambda: BLOCK - 1)
+        with pytest.raises(ValueError, match=r"the largest block has 2\.2 KiB, and .* of host memory are available"):
+            begin(model, engine)
+    before.check()
+    before.check_streams()
+
+
+@pytest.mark.parametrize("after", [0, 2, 4])
+@pytest.mark.parametrize("engine", [False, True])
+def test_pinned_memory_that_runs_out(engine: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def limited(num_bytes: int) -> Tensor:
+        if len(given) == after:
+            raise RuntimeError("out of memory\nand a trace of the driver's")
+        given.append(num_bytes)
+        return allocate_pinned(num_bytes)
+
+    model = make()
+    before = Before(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(MODULE, "allocate_pinned", limited)
+        with pytest.raises(LongshoreError, match=r"cannot be pinned, after .* \(out of memory\): free") as said:
+            begin(model, engine)
+    found = re.search(r" after (.*) of the (.*) that the parameters take", str(said.value))
+    assert found is not None
+    assert found.groups() == (format_byte_size(after * BLOCK), format_byte_size(4 * BLOCK + REST))
+    before.check()
+    before.check_streams()
+
+
+def begin(model: nn.Module, engine: bool) -> None:
+    if not engine:
+        longshore.stream(model, device_type())
+        return
+    config = longshore.Config(
+        stage=3, offload_device="cpu", param_device="cpu", optimizer={"type": "AdamW", "lr": 1e-3}
+    )
+    longshore.initialize(model=model, config=config)
