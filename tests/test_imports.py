@@ -17,8 +17,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 LEVELS = [
     {"errors", "accelerator", "byte_sizes", "layout", "machine", "units"},
     {"kernels", "transfer"},
-    {"tiles", "streaming"},
-    {"optim"},
+    {"tiles"},
+    {"optim", "streaming"},
     {"sharding"},
     {"checkpoint"},
     {"engine"},

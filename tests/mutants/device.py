@@ -124,8 +124,8 @@ MUTANTS = [
     ),
     _mutant(
         "copies are not timed",
-        "            begun = timed_event(self.stream) if timed else None\n",
-        "            begun = None\n",
+        "    return ended, (begun, ended)\n",
+        "    return ended, None\n",
         TIMES,
     ),
     _mutant(

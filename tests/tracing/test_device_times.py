@@ -12,7 +12,7 @@ from torch import nn
 
 import longshore
 from longshore.accelerator import current_stream_is
-from longshore.tiles.events import COPY_TO_HOST, PUBLISH
+from longshore.tiles.events import COPY_TO_HOST, FETCH, PUBLISH
 from longshore.tracing.events import BACKWARD, STEP
 from longshore.transfer import DeviceTransfer
 
@@ -113,3 +113,53 @@ def test_a_monitor_has_the_devices_times(tmp_path: Path) -> None:
     assert len(rows) == 2
     # The first step makes what later ones have.
     assert 0 < 1e9 * float(rows[1]["Time/exposed_s"]) < SHORT_NS
+
+
+class Streamed:
+    """Training of a model whose parameters rest on the host; it knows the order of its blocks."""
+
+    def __init__(self) -> None:
+        blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.model = nn.Sequential(blocks, nn.Linear(16, 3))
+        self.stream = longshore.stream(self.model, device_type())
+        self.optimizer = longshore.AdamW(self.model.parameters())
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.ones(4, 16, device=device_type())).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_go_up_and_what_waits_for_them(late: bool, tmp_path: Path) -> None:
+    training = Streamed()
+    before = training.stream.counts
+    with longshore.trace(training.optimizer) as traced:
+        if late:
+            with current_stream_is(training.stream._lanes.to_device.stream):
+                keep_busy(LONG)
+        training.step()
+    training.step()  # of which nothing is recorded
+    after, summary = training.stream.counts, traced.summary()
+    for name, copied in ((FETCH, "fetched_bytes"), (COPY_TO_HOST, "returned_bytes")):
+        copies = [event for event in traced.events if event.name == name]
+        assert {event.track for event in copies} == {f"stream: {name}"}
+        assert sum(event.num_bytes for event in copies) == (getattr(after, copied) - getattr(before, copied)) // 2
+        assert all(0 <= event.end_ns - event.begin_ns < SHORT_NS for event in copies)
+    assert summary.waited_s is not None and summary.fetched_bytes_per_second is not None
+    assert (1e9 * summary.waited_s > LONG_NS) == late
+    assert late or 1e9 * summary.waited_s < SHORT_NS
+    assert "forward and backward wait" in str(summary) and "parameters to the device" in str(summary)
+    traced.save_html(tmp_path / "trace.html")
+    assert "stream: parameters to the device" in (tmp_path / "trace.html").read_text()
+    training.stream.close()
+
+
+def test_a_closed_stream_is_not_traced() -> None:
+    training = Streamed()
+    training.stream.close()
+    with longshore.trace(training.optimizer) as traced:
+        training.model(torch.ones(4, 16)).square().sum().backward()
+        training.optimizer.step()
+    assert traced.summary().waited_s is None and "wait" not in str(traced.summary())

@@ -202,7 +202,7 @@ class Meter(Recorder):
             num_bytes = 2 * buffer.shape[0] * buffer.element_size() * sum(row.gradient.numel() for row in rows)
             self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
         self._add({name: handle.num_bytes})
 
     def _add(self, counts: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from longshore.tiles.events import (
     ADD,
     ARRIVE,
     COPY_TO_HOST,
+    FETCH,
     MEASURE,
     NORM,
     PIPELINE_DEPTH,
@@ -50,8 +51,6 @@ SHARDED_SCHEDULE: Mapping[str, Row] = {
 
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"
-FETCH = "fetch"
-"""The copy of a unit's parameters to the device, of a model whose parameters rest on the host."""
 STEP_ON_DEVICE = "step on the device"
 _FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Track.COMPUTE),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from longshore.streaming.stream import Stream, StreamCounts, stream
+from longshore.streaming.stream import Stream, StreamCounts, stream, streams_of
 
-__all__ = ["Stream", "StreamCounts", "stream"]
+__all__ = ["Stream", "StreamCounts", "stream", "streams_of"]

@@ -8,14 +8,17 @@ when the copy is done, to the parameter's own hooks and its ``.grad`` on the thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longshore.accelerator import mark_on
 from longshore.errors import ParameterError
+from longshore.tiles import Ranges, Recorder
+from longshore.tiles.events import COPY_TO_HOST, FETCH, NO_RECORDER, Recorders, annotating
 from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, PinnedPool
 
 _FIRST = (1 << 63) - 1
@@ -31,6 +34,7 @@ class Lanes:
             backward waits.
 
     Attributes:
+        recorders: who is told of each copy.
         fetched_bytes: of parameters that were copied to the device so far.
         returned_bytes: of gradients that were copied to the host so far.
     """
@@ -41,21 +45,47 @@ class Lanes:
         self.to_host = DeviceCopyStream(device, in_flight_bytes)
         self.fetched_bytes = self.returned_bytes = 0
         self._memory = PinnedPool()
+        self.recorders: Sequence[Recorder] = ()
+        self._recorder: Recorder = NO_RECORDER
+        if annotating():
+            self.set_recorders([Ranges()])
         self._landing: dict[int, CopyHandle] = {}
         """Copies of gradients that may be under way, by the address that they go to."""
+
+    def set_recorders(self, recorders: Sequence[Recorder]) -> None:
+        """Tell these recorders, and no others, of each copy from here on."""
+        self.recorders = tuple(recorders)
+        self._recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
+        self.to_device.times_copies = self.to_host.times_copies = any(each.times_copies for each in self.recorders)
 
     def fetch(self, values: Tensor) -> DeviceFetch:
         """Begin to copy values in pinned memory to new memory on the device."""
         self.fetched_bytes += values.nbytes
+        recorder = self._recorder
+        begin_ns = recorder.begin(FETCH, None)
         with torch.inference_mode(False), torch.no_grad():
             target = torch.empty_like(values, device=self.device)
-            return self.to_device.begin(values, target, target)
+            fetch = self.to_device.begin(values, target, target)
+        recorder.copying(FETCH, None, fetch, begin_ns)
+        return fetch
+
+    def reach(self, fetch: DeviceFetch) -> Tensor:
+        """Return what is fetched; later work of the current stream waits for the copy."""
+        if not self.to_device.times_copies:
+            return fetch.reach()
+        begun = mark_on(self.device)
+        values = fetch.reach()
+        self._recorder.waited(begun, mark_on(self.device))
+        return values
 
     def bring(self, gradient: Tensor) -> Tensor:
         """Begin to copy a gradient to the host; :meth:`land` waits for it."""
         self.returned_bytes += gradient.nbytes
         host = self._memory.empty_like(gradient)
+        recorder = self._recorder
+        begin_ns = recorder.begin(COPY_TO_HOST, None)
         copy = self.to_host.enqueue(gradient, host, [self.to_host.mark_current()], None)
+        recorder.copying(COPY_TO_HOST, None, copy, begin_ns)
         self._landing[host.data_ptr()] = copy
         return host
 
@@ -181,7 +211,7 @@ class StreamedParameter:
         """Return the values on the device; work of the current stream from now on sees them."""
         self.fetch()
         assert self._fetch is not None
-        return self._fetch.reach()
+        return self._lanes.reach(self._fetch)
 
     def place(self) -> None:
         """Give the twin the values on the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
@@ -16,6 +17,7 @@ from longshore.errors import LongshoreError, ParameterError
 from longshore.machine import available_bytes
 from longshore.streaming.blocks import Block, Place, Resident, not_compiled
 from longshore.streaming.parameters import Lanes, StreamedParameter
+from longshore.tiles import Recorder
 from longshore.transfer import allocate_pinned
 from longshore.units import WrapPolicy, units_of
 
@@ -28,6 +30,9 @@ _NOT_ONE_GRAPH = (
     "parameters of a streamed model are fetched between its blocks, outside of what is compiled: leave out "
     "fullgraph=True, or compile the blocks"
 )
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class StreamCounts(NamedTuple):
@@ -82,6 +87,7 @@ class Stream:
             # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
             for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
                 setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method))
+        _streams.add(self)
 
     def _block(self, name: str, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
         """Move the parameters of a block to one piece of pinned memory."""
@@ -122,6 +128,19 @@ class Stream:
         return StreamCounts(
             lanes.fetched_bytes, lanes.returned_bytes, resident.in_time, resident.late, resident.most_bytes
         )
+
+    def streams(self, parameter: Tensor) -> bool:
+        """Return whether this is one of the parameters, and the stream is not closed."""
+        return id(parameter) in self._streamed and isinstance(self._model.__dict__.get("forward"), _StreamedMethod)
+
+    @property
+    def recorders(self) -> Sequence[Recorder]:
+        """Who is told of each copy; see :class:`~longshore.tiles.Recorder`."""
+        return self._lanes.recorders
+
+    def set_recorders(self, recorders: Sequence[Recorder]) -> None:
+        """Tell these recorders, and no others, of each copy from here on."""
+        self._lanes.set_recorders(recorders)
 
     def explain(self) -> str:
         """Return a description: the blocks and their bytes, what was copied, and how often a block came too late."""
@@ -264,6 +283,12 @@ def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: Wra
             "which modules are its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
         )
     return Stream(model, device, units)
+
+
+def streams_of(parameters: Iterable[Tensor]) -> list[Stream]:
+    """Return the streams that have any of these parameters."""
+    parameters = list(parameters)
+    return [each for each in _streams if any(map(each.streams, parameters))]
 
 
 def _nbytes(parameters: Iterable[Tensor]) -> int:

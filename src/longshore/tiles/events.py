@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.accelerator import Mark
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle
 
@@ -37,6 +38,10 @@ DROPPED = "dropped"
 STEP_IN_PLACE = "step in place"
 PUBLISH = "publish"
 """The copy of one segment's new parameters to the device."""
+FETCH = "fetch"
+"""The copy to the device of parameters that rest on the host, when they are used."""
+WAIT = "wait"
+"""The device waits for such a copy."""
 NORM = "norm"
 DISCARD = "discard"
 """The window was discarded."""
@@ -72,8 +77,12 @@ class Recorder(ABC):
         return nullcontext()
 
     @abstractmethod
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
         """Report a copy that was requested at ``begin_ns`` and may still run."""
+
+    def waited(self, begun: Mark, ended: Mark) -> None:
+        """Report that the device waits for parameters between these two events."""
+        return
 
 
 class Recorders(Recorder):
@@ -106,9 +115,13 @@ class Recorders(Recorder):
                 stack.enter_context(each.working(track))
             yield
 
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
         for each in self.recorders:
             each.copying(name, tile, handle, begin_ns)
+
+    def waited(self, begun: Mark, ended: Mark) -> None:
+        for each in self.recorders:
+            each.waited(begun, ended)
 
 
 NO_RECORDER = Recorders(())
@@ -157,7 +170,7 @@ class Ranges(Recorder):
     def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
     @contextmanager

@@ -13,13 +13,16 @@ from torch import Tensor
 from longshore.accelerator import DeviceClock, Mark
 from longshore.kernels import TileSegment
 from longshore.tiles import Recorder
-from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
+from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH, WAIT
 from longshore.transfer import CopyHandle, FinishedCopy
 
 BACKWARD = "backward"
 """Event from the first gradient of an accumulation window to the call of ``step()``."""
 STEP = "step"
 """Event of the optimizer's ``step()``, from its call to its return."""
+DEVICE_TRACK = "device"
+"""The track of WAIT."""
+_SHORTEST_WAIT_NS = 1_000
 STEP_TRACK = "backward, step()"
 """The track of BACKWARD and STEP."""
 
@@ -62,7 +65,7 @@ class EventRecorder(Recorder):
         """Events whose beginning is an event of the device, and perhaps their end."""
         self._norm_began: Mark | None = None
         self._step_called: tuple[int, Mark | None] = (0, None)
-        self._copies: dict[str, queue.SimpleQueue[tuple[int, CopyHandle, int] | None]] = {
+        self._copies: dict[str, queue.SimpleQueue[tuple[int | None, CopyHandle, int] | None]] = {
             name: queue.SimpleQueue() for name in (COPY_TO_HOST, PUBLISH)
         }
         self._watchers = [
@@ -80,7 +83,10 @@ class EventRecorder(Recorder):
             watcher.join()
         events, self._events = self._events, []
         late, self._late = self._late, []
-        return events + [self._dated(*each) for each in late]
+        dated = [self._dated(*each) for each in late]
+        # Whether a device has to wait is known only afterwards.
+        waits = [each for each in dated if each.name != WAIT or each.end_ns - each.begin_ns >= _SHORTEST_WAIT_NS]
+        return events + waits
 
     def _dated(self, event: Event, began: Mark, ended: Mark | None) -> Event:
         clock = self._clock
@@ -132,7 +138,7 @@ class EventRecorder(Recorder):
         num_bytes = 2 * buffer.shape[0] * buffer.element_size() * numel
         self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
         if handle.timed is not None:
             event = Event(name, tile, f"stream: {name}", begin_ns, begin_ns, handle.num_bytes)
             self._add(event, *handle.timed)
@@ -140,6 +146,10 @@ class EventRecorder(Recorder):
             self._copies[name].put((tile, handle, begin_ns))
         elif name == PUBLISH:  # this thread copied; a gradient in host memory is not copied at all
             self.span(name, tile, begin_ns)
+
+    def waited(self, begun: Mark, ended: Mark) -> None:
+        now = time.perf_counter_ns()
+        self._add(Event(WAIT, None, DEVICE_TRACK, now, now), begun, ended)
 
     def _watch(self, name: str) -> None:
         """Wait for each copy of one stream, on a thread of its own, since no other thread waits for each copy's end.

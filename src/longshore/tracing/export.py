@@ -27,6 +27,8 @@ _KINDS = {
     tile_events.STEP_AHEAD: ("#2ca02c", "a tile is stepped before step(), into a spare state buffer"),
     tile_events.STEP_IN_PLACE: ("#9467bd", "a tile is stepped inside step()"),
     tile_events.PUBLISH: ("#17a2b8", "new values are copied to a parameter"),
+    tile_events.FETCH: ("#8dd3e0", "parameters that rest on the host are copied to the device"),
+    tile_events.WAIT: ("#c2185b", "forward or backward waits for such parameters"),
     tile_events.KEPT: ("#0b6e0b", "step() keeps what was stepped ahead"),
     tile_events.REDONE: (
         "#ff7f0e",
@@ -46,6 +48,7 @@ _TRACKS = {
     "longshore-host": "host worker: adds, and steps ahead",
     f"stream: {tile_events.COPY_TO_HOST}": "stream: copies to the host",
     f"stream: {tile_events.PUBLISH}": "stream: copies to the device",
+    f"stream: {tile_events.FETCH}": "stream: parameters to the device",
 }
 """What the page calls threads and streams whose own names say too little."""
 

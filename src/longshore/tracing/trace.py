@@ -1,4 +1,4 @@
-"""``longshore.trace`` and ``longshore.annotate``: record a block of training, and summarize it in ten numbers."""
+"""``longshore.trace`` and ``longshore.annotate``: record a block of training, and summarize it in a dozen numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,25 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from longshore.accelerator import DeviceClock
 from longshore.checkpoint.files import replace_file
 from longshore.errors import LongshoreError
 from longshore.optim.other_name import stands_for
 from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.streaming import Stream, streams_of
 from longshore.tiles import Ranges, Recorder
-from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
+from longshore.tiles.events import (
+    COPY_TO_HOST,
+    DROPPED,
+    FETCH,
+    KEPT,
+    NORM,
+    PUBLISH,
+    REDONE,
+    STEP_AHEAD,
+    STEP_IN_PLACE,
+    WAIT,
+)
 from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
 from longshore.tracing.export import chrome_events, html_page
 
@@ -44,6 +57,11 @@ class Summary(NamedTuple):
     """Gradients copied. With a simulated transfer a lower bound, since the time includes the waiting for a thread."""
     to_device_bytes_per_second: float | None
     """New parameters copied, likewise."""
+    fetched_bytes_per_second: float | None
+    """Parameters that rest on the host (:func:`longshore.stream`) copied to the device, over the time of these copies.
+    """
+    waited_s: float | None
+    """How long the device waited for these in forward and backward, a step."""
     hit_rate: float | None
     """The share of tiles stepped ahead that ``step()`` kept."""
     spares_used: int
@@ -55,6 +73,12 @@ class Summary(NamedTuple):
         def shown(value: float | None, scale: float, unit: str) -> str:
             return "-" if value is None else f"{scale * value:.2f} {unit}"
 
+        resting = []
+        if self.waited_s is not None:
+            resting = [
+                ("parameters to the device", shown(self.fetched_bytes_per_second, 1e-9, "GB/s")),
+                ("  forward and backward wait", shown(self.waited_s, 1e3, "ms")),
+            ]
         rows = [
             ("steps", str(self.steps)),
             ("time of a step", shown(self.step_s, 1e3, "ms")),
@@ -63,6 +87,7 @@ class Summary(NamedTuple):
             ("host passes", shown(self.host_bytes_per_second, 1e-9, "GB/s")),
             ("copies to the host", shown(self.to_host_bytes_per_second, 1e-9, "GB/s")),
             ("copies to the device", shown(self.to_device_bytes_per_second, 1e-9, "GB/s")),
+            *resting,
             ("stepped ahead and kept", "-" if self.hit_rate is None else f"{100 * self.hit_rate:.0f}%"),
             ("spare buffers used", f"{self.spares_used} of {self.spares}"),
         ]
@@ -82,6 +107,7 @@ def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
     count = len(steps)
     stepped_by_ns = steps[-1].end_ns if steps else begin_ns
     norms = [event for event in events if event.name == NORM and event.begin_ns < stepped_by_ns]
+    fetched = any(event.name == FETCH for event in events)
     verdicts = [event.name for event in events if event.name in (KEPT, REDONE, DROPPED)]
     return Summary(
         steps=count,
@@ -91,6 +117,8 @@ def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
         host_bytes_per_second=speed(STEP_AHEAD, STEP_IN_PLACE),
         to_host_bytes_per_second=speed(COPY_TO_HOST),
         to_device_bytes_per_second=speed(PUBLISH),
+        fetched_bytes_per_second=speed(FETCH),
+        waited_s=_seconds([event for event in events if event.name == WAIT]) / count if count and fetched else None,
         hit_rate=verdicts.count(KEPT) / len(verdicts) if verdicts else None,
         spares_used=_most_ahead(events),
         spares=spares,
@@ -204,7 +232,10 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
     if any(isinstance(each, EventRecorder) for each in optimizer._core.store.recorders):
         raise LongshoreError("this optimizer is being traced already; end the other block of longshore.trace first")
-    recorder = EventRecorder(optimizer._core.store.local.transfer.clock())
+    clock, streams = optimizer._core.store.local.transfer.clock(), _streams_of(optimizer)
+    if clock is None and streams:
+        clock = DeviceClock(streams[0].device)
+    recorder = EventRecorder(clock)
     begin_ns = time.perf_counter_ns()
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: recorder.calling_step()),
@@ -225,9 +256,13 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
 
 def _record(optimizer: TiledOptimizer, recorder: Recorder, begin: bool) -> None:
     """Connect ``recorder`` to the current store of an optimizer, or disconnect it; the store may change in between."""
-    store = optimizer._core.store
-    others = [each for each in store.recorders if each is not recorder]
-    store.set_recorders([*others, recorder] if begin else others)
+    for each in (optimizer._core.store, *_streams_of(optimizer)):
+        others = [other for other in each.recorders if other is not recorder]
+        each.set_recorders([*others, recorder] if begin else others)
+
+
+def _streams_of(optimizer: TiledOptimizer) -> list[Stream]:
+    return streams_of(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _optimizer_of(engine_or_optimizer: Any, caller: str) -> TiledOptimizer:

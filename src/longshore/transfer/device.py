@@ -6,7 +6,7 @@ They use what ``torch.accelerator`` has for every type of device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ class DeviceCopy(CopyHandle):
             self._kept = None
 
 
+def _around(
+    stream: torch.Stream, timed: bool, copy: Callable[[], object]
+) -> tuple[torch.Event, tuple[torch.Event, torch.Event] | None]:
+    """Enqueue a copy on a stream, which is current; return the event behind it and, if it is timed, both around it."""
+    if not timed:
+        copy()
+        return stream.record_event(), None
+    begun = timed_event(stream)
+    copy()
+    ended = timed_event(stream)
+    return ended, (begun, ended)
+
+
 class DeviceCopyStream(CopyStream):
     """A stream of the device for copies in one direction."""
 
@@ -67,14 +80,11 @@ class DeviceCopyStream(CopyStream):
                 self.stream.wait_event(mark)
             if isinstance(after, DeviceCopy):
                 self.stream.wait_event(after.event)
-            timed = self.times_copies  # a trace may end meanwhile
-            begun = timed_event(self.stream) if timed else None
-            copy_now(source, target)
-            event = timed_event(self.stream) if timed else self.stream.record_event()
+            event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
         # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
         copy = DeviceCopy(source, target, event)
-        copy.timed = None if begun is None else (begun, event)
+        copy.timed = timed
         return copy
 
 
@@ -117,6 +127,7 @@ class DeviceFetchStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = new_stream(device)
+        self.times_copies = False
 
     def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle | None = None) -> DeviceFetch:
         """Copy ``source`` to ``target``, a part of ``whole``, once ``after`` is done. The current stream is the one on
@@ -127,8 +138,10 @@ class DeviceFetchStream:
         if isinstance(after, DeviceCopy | DeviceFetch):
             self.stream.wait_event(after.event)
         with current_stream_is(self.stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
-            return DeviceFetch(source, target, whole, self.stream.record_event(), home)
+            event, timed = _around(self.stream, self.times_copies, lambda: target.copy_(source, non_blocking=True))
+        fetch = DeviceFetch(source, target, whole, event, home)
+        fetch.timed = timed
+        return fetch
 
 
 class _BesideCurrent(Transfer):
