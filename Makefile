@@ -31,7 +31,7 @@ test: $(SETUP) test-device
 
 # Tests in processes whose accelerator is the simulated one.
 ON_DEVICE := --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py \
-	tests/engine/test_on_device.py tests/engine/test_host_inputs.py tests/streaming tests/cli/test_streaming.py \
+	tests/engine/test_on_device.py tests/test_activations.py tests/streaming tests/cli/test_streaming.py \
 	tests/optim/test_device.py tests/checkpoint/test_device.py
 test-device: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" $(ON_DEVICE)
@@ -54,8 +54,9 @@ test-slow-sample: $(SETUP) $(SIMULATED)
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-chaos: $(SETUP)
+test-chaos: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
+	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000 --simulated-device tests/streaming
 
 test-mutants: $(SETUP) $(SIMULATED)
 	PYTHONPATH=tests $(BIN)/python -m mutants

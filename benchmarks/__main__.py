@@ -23,6 +23,7 @@ from benchmarks import (
     overlap,
     plan,
     plan_ranks,
+    resting,
     streaming,
     tile_sizes,
     tracing,
@@ -135,8 +136,13 @@ def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
 def _stream(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     # So long that what the simulated accelerator itself takes does not count.
     settings = streaming.Settings(4, 64, 2.0, 1) if quick else streaming.Settings(32, 256, 20.0, 5)
+    if quick:
+        beside = resting.Settings(128, 2, 256, 1 << 21, threads, 1, 2, python)
+    else:
+        beside = resting.Settings(768, 12, 2432, 50_000_000, threads, 4, 3, python)
     results = measure_in_child("streaming", vars(settings), threads=1)
-    return results, streaming.rows(results)
+    results["beside"] = measure_in_child("resting", vars(beside), threads)
+    return results, streaming.rows(results) + resting.rows(results["beside"])
 
 
 _MEASURE = {

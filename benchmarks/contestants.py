@@ -30,6 +30,9 @@ SIMULATED = "engine on a simulated device"
 DEEPSPEED = "DeepSpeed"
 ENGINE_3 = "engine, stage 3"
 DEEPSPEED_3 = "DeepSpeed, stage 3"
+ENGINE_RESTING = "engine, stage 3, offload_param"
+DEEPSPEED_RESTING = "DeepSpeed, stage 3, offload_param"
+FSDP2_RESTING = "FSDP2, CPUOffloadPolicy"
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,20 @@ def prepare(name: str) -> None:
     Raises:
         NotAvailable: a package is missing.
     """
-    if name in (DEEPSPEED, DEEPSPEED_3):
+    if name in (DEEPSPEED, DEEPSPEED_3, DEEPSPEED_RESTING):
         load_deepspeed("cpu").init_distributed(dist_backend="gloo", verbose=False)
     else:
         importlib.import_module("longshore")
 
 
 def zero_config(
-    bucket_numel: int, learning_rate: float = LEARNING_RATE, backwards: int = 1, stage: int = 2
+    bucket_numel: int,
+    learning_rate: float = LEARNING_RATE,
+    backwards: int = 1,
+    stage: int = 2,
+    resting: bool = False,
 ) -> dict[str, Any]:
-    """The same file for both engines, ``backwards`` to a step.
+    """The same file for both engines, ``backwards`` to a step; with ``resting``, parameters rest on the host.
 
     DeepSpeed is spared its check for overflows, which ours does not make either.
     """
@@ -100,6 +107,7 @@ def zero_config(
         "zero_optimization": {
             "stage": stage,
             "offload_optimizer": {"device": "cpu"},
+            **({"offload_param": {"device": "cpu"}} if resting else {}),
             "reduce_bucket_size": bucket_numel,
             "allgather_bucket_size": bucket_numel,
             "overlap_comm": True,
@@ -129,7 +137,7 @@ def _one_line(model: nn.Module, setup: Setup) -> Training:
     return _forward_backward(model, setup)._replace(finish=finish)
 
 
-def _engine(model: nn.Module, setup: Setup, simulated: bool = False, stage: int = 2) -> Training:
+def _engine(model: nn.Module, setup: Setup, simulated: bool = False, stage: int = 2, resting: bool = False) -> Training:
     import longshore
 
     # Copies on a device's streams are never instant; so they wait here, up to 2 ms each.
@@ -138,23 +146,52 @@ def _engine(model: nn.Module, setup: Setup, simulated: bool = False, stage: int 
     engine, *_ = longshore.initialize(
         model=model,
         model_parameters=model.parameters(),
-        config=zero_config(setup.bucket_numel, stage=stage),
+        config=zero_config(setup.bucket_numel, stage=stage, resting=resting),
         offload=offload,
     )
     return _training_of(engine, setup)
 
 
-def _start_deepspeed(model: nn.Module, setup: Setup, stage: int = 2) -> Training:
+def _start_deepspeed(model: nn.Module, setup: Setup, stage: int = 2, resting: bool = False) -> Training:
     deepspeed = load_deepspeed("cpu")
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=model.parameters(),
-            config=zero_config(setup.bucket_numel, stage=stage),
+            config=zero_config(setup.bucket_numel, stage=stage, resting=resting),
         )
     except Exception as failure:
         raise NotAvailable(f"DeepSpeed does not start: {type(failure).__name__}: {failure}"[:300]) from failure
     return _training_of(engine, setup)
+
+
+def _fsdp2(model: nn.Module, setup: Setup) -> Training:
+    """With float32 parameters that are cast when they are gathered: FSDP2 has no other masters."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model.float()
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+
+    def finish() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _forward_backward(model, setup)._replace(finish=finish)
 
 
 def load_deepspeed(accelerator: str) -> Any:
@@ -181,4 +218,7 @@ _START: dict[str, Callable[[nn.Module, Setup], Training]] = {
     DEEPSPEED: _start_deepspeed,
     ENGINE_3: lambda model, setup: _engine(model, setup, stage=3),
     DEEPSPEED_3: lambda model, setup: _start_deepspeed(model, setup, stage=3),
+    ENGINE_RESTING: lambda model, setup: _engine(model, setup, stage=3, resting=True),
+    DEEPSPEED_RESTING: lambda model, setup: _start_deepspeed(model, setup, stage=3, resting=True),
+    FSDP2_RESTING: _fsdp2,
 }

@@ -94,7 +94,7 @@ def _times(settings: Settings, world_size: int, missing: dict[str, str], note: N
         for name, contestants in THEIRS[world_size].items() if DEEPSPEED not in missing else ():
             team = Team("time", setup, contestants, world_size, settings.deepspeed_python)
             started[name] = stack.enter_context(team)
-        teams = _ready(started, missing)
+        teams = ready_teams(started, missing)
         for block in range(-1, settings.blocks):  # the first one makes the optimizers' state
             note(f"{where}: block {block + 1} of {settings.blocks}")
             for name in teams if block % 2 == 0 else reversed(teams):
@@ -113,12 +113,12 @@ def _memory(settings: Settings, world_size: int, missing: dict[str, str], note: 
         if name not in missing:
             note(f"{_ranks(world_size)}: memory of {name}")
             with Team("memory", setup, (name,), world_size, python) as team:
-                for ready in _ready({name: team}, missing).values():
+                for ready in ready_teams({name: team}, missing).values():
                     measured[name] = ready.ask(settings.steps)
     return measured
 
 
-def _ready(teams: Mapping[str, Team], missing: dict[str, str]) -> dict[str, Team]:
+def ready_teams(teams: Mapping[str, Team], missing: dict[str, str]) -> dict[str, Team]:
     """Those that can run, once they are ready; ``missing`` says why the others cannot."""
     ready = {}
     for name, team in teams.items():

@@ -39,6 +39,7 @@ def watch_memory(setup: Setup, contestants: Sequence[str]) -> Answer:
     allocated_bytes()  # can it be counted?
     load_torch_optimizers()
     model = setup.llama()
+    numel = sum(parameter.numel() for parameter in model.parameters())  # DeepSpeed will leave them empty
 
     def measure(rounds: int) -> dict[str, Any]:
         hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()]
@@ -50,7 +51,7 @@ def watch_memory(setup: Setup, contestants: Sequence[str]) -> Answer:
         for _ in range(MEMORY_STEPS):
             training.run()
         result: dict[str, Any] = {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": numel,
             "resident_growth_bytes": resident_bytes() - before,
         }
         if name == SIMULATED:

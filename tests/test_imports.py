@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 LEVELS = [
     {"errors", "accelerator", "byte_sizes", "layout", "machine", "units"},
     {"kernels", "transfer"},
-    {"tiles"},
+    {"tiles", "activations"},
     {"optim", "streaming"},
     {"sharding"},
     {"checkpoint"},

@@ -14,12 +14,13 @@ CAPTURE = "tests/simulated_device/test_capture.py"
 TIMES = "tests/tracing/test_device_times.py"
 COUNTED = "tests/simulated_device/test_counted.py"
 RESIDENT = "tests/simulated_device/test_triton_kernels.py"
-HOST_INPUTS = "tests/engine/test_host_inputs.py"
-INPUTS = "engine/host_inputs.py"
+HOST_INPUTS = "tests/test_activations.py"
+INPUTS = "activations.py"
 STREAM = "tests/streaming/test_stream.py"
 STREAMED = "streaming/parameters.py"
 RESIDENCE = "streaming/blocks.py"
 COMPILED = "tests/streaming/test_compiled.py"
+CHECKPOINTED = "tests/streaming/test_checkpoint.py"
 PLANNED = "tests/streaming/test_planned.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
@@ -568,6 +569,33 @@ MUTANTS = [
         "            return tensor\n",
         STREAM,
         file=RESIDENCE,
+    ),
+    _mutant(
+        "the order of blocks is learned wrongly",
+        "                    self._next[self._before, self._now] = block\n",
+        "                    self._next[self._before, self._now] = self._now\n",
+        STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a block is read before it has been fetched",
+        "        stream.wait_event(self.event)\n",
+        "",
+        STREAM,
+    ),
+    _mutant(
+        "what checkpointed blocks get stays on the device",
+        'inputs_on_host=self._stream.checkpoint == "cpu")',
+        "inputs_on_host=False)",
+        CHECKPOINTED,
+        file="streaming/stream.py",
+    ),
+    _mutant(
+        "a checkpointed block writes to a cache twice",
+        "        if (cache := cache_among(args, kwargs)) is not None:\n",
+        "        if (cache := None) is not None:\n",
+        CHECKPOINTED,
+        file="streaming/stream.py",
     ),
     _mutant(
         "two threads share a block",

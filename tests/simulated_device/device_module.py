@@ -189,6 +189,10 @@ def _generator(device: _Device = None) -> torch.Generator:
     return _NATIVE.default_generator(_index(device))
 
 
+_initialized = True
+"""torch.utils.checkpoint keeps the random states of devices that are."""
+
+
 def get_rng_state(device: _Device = NAME) -> Tensor:
     return _generator(device).get_state()
 

@@ -82,7 +82,7 @@ def test_a_host_without_room_for_a_block(engine: bool, monkeypatch: pytest.Monke
     model = make()
     before = Before(model)
     with monkeypatch.context() as patched:
-        patched.setattr(MODULE, "available_bytes", lambda: BLOCK - 1)
+        patched.setattr("longshore.streaming.checks.available_bytes", lambda: BLOCK - 1)
         with pytest.raises(ValueError, match=r"the largest block has 2\.2 KiB, and .* of host memory are available"):
             begin(model, engine)
     before.check()

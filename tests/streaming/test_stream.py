@@ -89,6 +89,8 @@ class Pair:
         checkpointed: str | None = None,
         release: bool = False,
         tied: bool = True,
+        offload: longshore.Offload | None = None,
+        checkpoint: Any = False,
     ) -> None:
         torch.manual_seed(5)
         self.model = Network(checkpointed, tied).to(dtype)
@@ -97,8 +99,10 @@ class Pair:
         self.reference = PlainLoop(
             [nn.Parameter(each.detach().cpu().clone()) for each in self.plain.parameters()], lr=3e-2
         )
-        self.stream: Stream = stream(self.model, device_type())
-        self.optimizer = longshore.AdamW(self.model.parameters(), lr=3e-2, release_gradients=release)
+        self.stream: Stream = stream(self.model, device_type(), checkpoint=checkpoint)
+        self.optimizer = longshore.AdamW(
+            self.model.parameters(), lr=3e-2, release_gradients=release, offload=offload or longshore.Offload()
+        )
         self.release = release
         self.summed: list[Tensor | None] = [None for _ in self.plain.parameters()]
         for index, parameter in enumerate(self.plain.parameters()) if release else ():

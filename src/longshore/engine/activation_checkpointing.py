@@ -8,21 +8,16 @@ strides and alignment, so that the recomputation runs the same kernels on it and
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.utils.checkpoint
-from torch.autograd.graph import saved_tensors_hooks
-
+from longshore.activations import compute_again, held_host_bytes
 from longshore.engine.config.load import read_file
 from longshore.engine.config.table import KEYS
 from longshore.engine.config.values import WrongValueError
-from longshore.engine.host_inputs import HostInput, InputsOfCall, held_host_bytes
 from longshore.engine.wording import did_you_mean, shown
 
 __all__ = ["checkpoint", "configure", "held_host_bytes", "install", "is_configured", "reset"]
@@ -148,26 +143,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, and {shown(function)} cannot be called")
-    names, positional = tuple(kwargs), len(args)
-
-    def run(*values: Any) -> Any:
-        former, _nesting.inside = _nesting.inside, True
-        try:
-            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
-        finally:
-            _nesting.inside = former
-
-    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Tensors that nested calls save, in
-    # forward and in the recomputation, must reach the outer checkpoint's own hooks.
-    on_host = _on_host and not _nesting.inside
-    with saved_tensors_hooks(InputsOfCall().save, HostInput.restore) if on_host else contextlib.nullcontext():
-        # Keyword arguments are passed by position: torch saves only positional tensors with versions, like autograd.
-        return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
-
-
-class _Nesting(threading.local):
-    inside = False
-    """Whether this thread runs a checkpointed function."""
-
-
-_nesting = _Nesting()
+    return compute_again(function, args, kwargs, inputs_on_host=bool(_on_host))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from longshore.accelerator import is_accelerator
+from longshore.activations import compute_again
 from longshore.byte_sizes import format_byte_size
-from longshore.errors import LongshoreError, ParameterError
-from longshore.machine import available_bytes
+from longshore.errors import LongshoreError
 from longshore.streaming.blocks import Block, Place, Resident, not_compiled
+from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint, check_fits, check_parameters, nbytes
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.tiles import Recorder
 from longshore.transfer import allocate_pinned
@@ -55,10 +56,14 @@ class Stream:
 
     Attributes:
         device: where the model computes.
+        checkpoint: as in :func:`stream`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, units: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, units: Sequence[nn.Module], checkpoint: Checkpoint = False
+    ) -> None:
         self._model = model
+        self.checkpoint: Checkpoint = checkpoint
         self.device = device
         self._resident = Resident(device)
         self._calls = 0
@@ -72,8 +77,8 @@ class Stream:
                 (module, name, parameter) for name, parameter in module._parameters.items() if parameter is not None
             ]
         self._streamed: dict[int, StreamedParameter] = {}
-        sizes = [_nbytes(parameter for _, _, parameter in found) for found in places.values()]
-        _check_fits(model, device, sizes)
+        sizes = [nbytes(parameter for _, _, parameter in found) for found in places.values()]
+        check_fits(model, device, sizes)
         self._lanes = Lanes(device, max(sizes))
         self._blocks = [self._block(names[id(unit)], places[id(unit)]) for unit in (*units, model)]
         self._resident.kept = self._blocks[-1]
@@ -81,12 +86,15 @@ class Stream:
         self._move_buffers(device)
         # All of them: a checkpoint computes any of them again, by itself.
         self._modules = [module for module in model.modules() if next(module.parameters(), None) is not None]
+        inside = {id(inner) for unit in units for inner in unit.modules() if inner is not unit}
+        outer = {id(unit) for unit in units} - inside
         blocks = dict(zip((id(unit) for unit in (*units, model)), self._blocks, strict=True))
         for module in self._modules:
             block = blocks[id(owners.get(id(module), model))]
             # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
             for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
-                setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method))
+                again = checkpoint is not False and method == "forward" and id(module) in outer
+                setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method, again))
         _streams.add(self)
 
     def _block(self, name: str, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
@@ -107,7 +115,7 @@ class Stream:
             return allocate_pinned(num_bytes)
         except RuntimeError as error:
             before = sum(parameter.rest.nbytes for parameter in self._streamed.values())
-            whole = _nbytes(self._model.parameters())
+            whole = nbytes(self._model.parameters())
             raise LongshoreError(
                 f"{format_byte_size(num_bytes)} of host memory cannot be pinned, after {format_byte_size(before)} of "
                 f"the {format_byte_size(whole)} that the parameters take ({str(error).splitlines()[0]}): free memory, "
@@ -206,14 +214,18 @@ class _StreamedMethod:
     Args:
         name: of the module in the model.
         method: the method's name.
+        again: whether it is computed again in backward, instead of keeping what it computes.
     """
 
-    def __init__(self, stream: Stream, module: nn.Module, block: Block, name: str, method: str) -> None:
+    def __init__(
+        self, stream: Stream, module: nn.Module, block: Block, name: str, method: str, again: bool = False
+    ) -> None:
         self._stream = stream
         self._module = module
         self._block = block
         self._name = name
         self._method = method
+        self._again = again
         self._own: Any = module.__dict__.get(method)
         """What the module itself had for its class's method, if anything."""
         self._former = getattr(module, method)
@@ -221,6 +233,16 @@ class _StreamedMethod:
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._again or not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        if (cache := cache_among(args, kwargs)) is not None:
+            raise LongshoreError(
+                f"{self._name} is computed again in backward (checkpoint={self._stream.checkpoint!r}), and would write "
+                f"to {cache} again: call the model with use_cache=False while it trains"
+            )
+        return compute_again(self._run, args, kwargs, inputs_on_host=self._stream.checkpoint == "cpu")
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._stream.call(self._block, self._former, args, kwargs)
 
     def unwrap(self) -> None:
@@ -238,7 +260,13 @@ class _StreamedMethod:
     __deepcopy__ = __reduce__ = _refuse
 
 
-def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: WrapPolicy = "auto") -> Stream:
+def stream(
+    model: nn.Module,
+    device: torch.device | str = "cuda",
+    *,
+    blocks: WrapPolicy = "auto",
+    checkpoint: Checkpoint = False,
+) -> Stream:
     """Let a model's parameters rest in host memory, and copy them to ``device`` block by block as they are used.
 
     The model, called as before, computes on ``device``: its inputs have to be there. The block that was used next the
@@ -255,13 +283,17 @@ def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: Wra
         blocks: which modules are blocks, as ``wrap_policy`` of ``longshore.initialize``: ``"auto"`` (transformer
             blocks, or modules that repeat in a list), names of classes, a number of elements, or a function of name and
             module.
+        checkpoint: whether backward computes each block again, instead of keeping what it computes on the device. With
+            ``"cpu"`` the inputs of the blocks are kept in host memory as well, copied there and back while others
+            compute. The gradients have the same bits.
 
     Returns:
         A handle that tells what was copied (:attr:`Stream.counts`, :meth:`Stream.explain`); it need not be kept.
 
     Raises:
         ValueError: torch is too old, ``device`` is no accelerator of this machine, the model has no such blocks, or two
-            of them do not fit in the memory that is free there.
+            of them do not fit in the memory that is free there; or ``checkpoint`` is something else, or the model
+            checkpoints its blocks itself.
         ParameterError: a parameter cannot be streamed; it is named.
         LongshoreError: host memory cannot be pinned. The model is as before.
     """
@@ -275,72 +307,21 @@ def stream(model: nn.Module, device: torch.device | str = "cuda", *, blocks: Wra
         raise ValueError(f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine")
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    _check(model)
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), _StreamedMethod):
+            raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
+    check_parameters(model)
     units = units_of(model, blocks)
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no modules that repeat, so all of it would be on the device at once: say "
             "which modules are its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
         )
-    return Stream(model, device, units)
+    check_checkpoint(model, checkpoint)
+    return Stream(model, device, units, checkpoint)
 
 
 def streams_of(parameters: Iterable[Tensor]) -> list[Stream]:
     """Return the streams that have any of these parameters."""
     parameters = list(parameters)
     return [each for each in _streams if any(map(each.streams, parameters))]
-
-
-def _nbytes(parameters: Iterable[Tensor]) -> int:
-    return sum({id(parameter): parameter.nbytes for parameter in parameters}.values())
-
-
-def _check_fits(model: nn.Module, device: torch.device, sizes: Sequence[int]) -> None:
-    """Raise ValueError if the device has no room for two blocks; ``sizes`` are their bytes, the model's own last."""
-    *blocks, kept = sizes
-    two, largest = sum(sorted(blocks)[-2:]), max(blocks)
-    needed = kept + two + largest
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    if needed > free:
-        smaller = "choose smaller blocks" if two + largest > kept else "choose blocks that have more of it"
-        raise ValueError(
-            f"{type(model).__name__} needs at least {format_byte_size(needed)} on {device}, where "
-            f"{format_byte_size(free)} are free and {format_byte_size(needed - free)} are missing: "
-            f"{format_byte_size(kept)} that are in no block, {format_byte_size(two)} for two blocks, and "
-            f"{format_byte_size(largest)} for the gradients of one; {smaller} (blocks=1_000_000 makes one of each "
-            "module with a million elements), or free memory there"
-        )
-    # The parameters are moved block by block, each of which is there twice meanwhile.
-    if largest > (available := available_bytes()):
-        raise ValueError(
-            f"the largest block has {format_byte_size(largest)}, and {format_byte_size(available)} of host memory are "
-            "available to move it to pinned memory: free memory, or choose smaller blocks"
-        )
-
-
-def _check(model: nn.Module) -> None:
-    memory: dict[int, str] = {}
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _StreamedMethod):
-            raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
-        if isinstance(module, nn.RNNBase):
-            raise ParameterError(
-                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed; "
-                "leave it out of the model that is streamed"
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ParameterError(f"parameter {name} has no shape yet; call the model once before longshore.stream(...)")
-        if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
-            kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
-            raise ParameterError(f"parameter {name} is a {kind}; only plain dense parameters can be streamed")
-        if parameter.device.type != "cpu":
-            raise ParameterError(
-                f"parameter {name} is on {parameter.device}, and longshore.stream takes a model on the CPU; move it "
-                "there first"
-            )
-        if parameter.numel() and (other := memory.setdefault(parameter.data_ptr(), name)) != name:
-            raise ParameterError(
-                f"parameters {other} and {name} share memory and are not one parameter, so their values would part; "
-                "set one of them in both modules"
-            )

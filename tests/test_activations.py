@@ -11,10 +11,11 @@ import torch
 from on_device import busy_stream, current_device, device_type, keep_busy
 from torch import Tensor, nn
 
+from longshore import activations
 from longshore.accelerator import current_stream_is
+from longshore.activations import HostInput, InputsOfCall, PinnedBlocks
 from longshore.checkpointing import checkpoint, configure, held_host_bytes
-from longshore.engine import activation_checkpointing, host_inputs
-from longshore.engine.host_inputs import HostInput, InputsOfCall, PinnedBlocks
+from longshore.engine import activation_checkpointing
 from longshore.transfer import DeviceFetchStream
 
 pytestmark = pytest.mark.gpu
@@ -30,13 +31,13 @@ def _on_host() -> Iterator[None]:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> PinnedBlocks:
     made = PinnedBlocks()
-    monkeypatch.setattr(host_inputs, "_blocks", made)
+    monkeypatch.setattr(activations, "_blocks", made)
     return made
 
 
 def fetches() -> torch.Stream:
     """The stream of copies back to the device."""
-    return host_inputs._streams(current_device())[1].stream
+    return activations._streams(current_device())[1].stream
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Inputs of checkpointed functions in host memory: copied there in forward, and fetched ahead of their backward.
+"""Activation checkpointing: a call that is computed again in backward, and its inputs in host memory meanwhile.
+
+Inputs are copied to the host in forward, and fetched ahead of their backward.
 
 Both copies run on streams of their own. Memory of the host is pinned once, and used again for inputs of its size.
 """
@@ -10,9 +12,13 @@ import functools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, allocate_pinned
 
@@ -205,3 +211,39 @@ _alive: weakref.WeakSet[HostInput] = weakref.WeakSet()
 def held_host_bytes() -> int:
     """Return the bytes of host memory that saved inputs take now, until their backward or the end of their graph."""
     return sum(saved.host_bytes for saved in list(_alive))
+
+
+# -- the call ----------------------------------------------------------------------
+
+
+def compute_again(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs_on_host: bool
+) -> Any:
+    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
+
+    ``inputs_on_host``: the tensors among the arguments are kept in host memory, unless the call is inside of another
+    one, which computes it again itself.
+    """
+    names, positional = tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        former, _nesting.inside = _nesting.inside, True
+        try:
+            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+        finally:
+            _nesting.inside = former
+
+    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Tensors that nested calls save, in
+    # forward and in the recomputation, must reach the outer checkpoint's own hooks.
+    on_host = inputs_on_host and not _nesting.inside
+    with saved_tensors_hooks(InputsOfCall().save, HostInput.restore) if on_host else contextlib.nullcontext():
+        # Keyword arguments are passed by position: torch saves only positional tensors with versions, like autograd.
+        return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+
+class _Nesting(threading.local):
+    inside = False
+    """Whether this thread runs a function that is computed again."""
+
+
+_nesting = _Nesting()

@@ -1,0 +1,90 @@
+"""What is checked before a model is streamed, so that it is refused before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from longshore.byte_sizes import format_byte_size
+from longshore.errors import ParameterError
+from longshore.machine import available_bytes
+
+Checkpoint = Literal[False, True, "cpu"]
+"""Whether blocks are computed again in backward, and where their inputs are kept."""
+
+
+def nbytes(parameters: Iterable[Tensor]) -> int:
+    return sum({id(parameter): parameter.nbytes for parameter in parameters}.values())
+
+
+def check_fits(model: nn.Module, device: torch.device, sizes: Sequence[int]) -> None:
+    """Raise ValueError if the device has no room for two blocks; ``sizes`` are their bytes, the model's own last."""
+    *blocks, kept = sizes
+    two, largest = sum(sorted(blocks)[-2:]), max(blocks)
+    needed = kept + two + largest
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    if needed > free:
+        smaller = "choose smaller blocks" if two + largest > kept else "choose blocks that have more of it"
+        raise ValueError(
+            f"{type(model).__name__} needs at least {format_byte_size(needed)} on {device}, where "
+            f"{format_byte_size(free)} are free and {format_byte_size(needed - free)} are missing: "
+            f"{format_byte_size(kept)} that are in no block, {format_byte_size(two)} for two blocks, and "
+            f"{format_byte_size(largest)} for the gradients of one; {smaller} (blocks=1_000_000 makes one of each "
+            "module with a million elements), or free memory there"
+        )
+    # The parameters are moved block by block, each of which is there twice meanwhile.
+    if largest > (available := available_bytes()):
+        raise ValueError(
+            f"the largest block has {format_byte_size(largest)}, and {format_byte_size(available)} of host memory are "
+            "available to move it to pinned memory: free memory, or choose smaller blocks"
+        )
+
+
+def check_parameters(model: nn.Module) -> None:
+    memory: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            raise ParameterError(
+                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed; "
+                "leave it out of the model that is streamed"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ParameterError(f"parameter {name} has no shape yet; call the model once before longshore.stream(...)")
+        if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+            kind = type(parameter).__name__ if parameter.layout == torch.strided else str(parameter.layout)
+            raise ParameterError(f"parameter {name} is a {kind}; only plain dense parameters can be streamed")
+        if parameter.device.type != "cpu":
+            raise ParameterError(
+                f"parameter {name} is on {parameter.device}, and longshore.stream takes a model on the CPU; move it "
+                "there first"
+            )
+        if parameter.numel() and (other := memory.setdefault(parameter.data_ptr(), name)) != name:
+            raise ParameterError(
+                f"parameters {other} and {name} share memory and are not one parameter, so their values would part; "
+                "set one of them in both modules"
+            )
+
+
+def check_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> None:
+    if checkpoint not in (False, True, "cpu"):
+        raise ValueError(f"checkpoint is False, True or 'cpu' (with the inputs in host memory), not {checkpoint!r}")
+    itself = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    if checkpoint is not False and itself:
+        raise ValueError(
+            f"{type(model).__name__} checkpoints its blocks itself, so that backward would compute them twice: call "
+            f"model.gradient_checkpointing_disable(), or leave out checkpoint={checkpoint!r}"
+        )
+
+
+def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the name of an argument of a block of transformers to which the block writes; None: there is none."""
+    named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
+    for name, value in named.items():
+        by_name = ("cache" in name or "past" in name) and not isinstance(value, (bool, Tensor, type(None)))
+        if by_name or hasattr(value, "get_seq_length"):
+            return name
+    return None
