@@ -97,7 +97,8 @@ class Schedule:
         return [list(model.parameters())[index] for model in (self.pair.model, self.pair.plain)]
 
     def _freeze(self) -> None:
-        if sum(each.requires_grad for each in self.pair.model.parameters()) < 6:
+        trained = sum(each.requires_grad for each in self.pair.model.parameters())
+        if trained < 6 or self.pair.model.checkpointed == "reentrant":  # whose blocks need an input that has a gradient
             return
         self.seen["frozen or thawed"] += 1
         for parameter in self._both():
