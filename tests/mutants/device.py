@@ -33,7 +33,7 @@ def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FIL
 MUTANTS = [
     _mutant(
         "a process group in which a job failed is used again",
-        "                self._clean = False\n",
+        "                self._failed = True\n",
         "                pass\n",
         f"{ENGINE}::test_process_groups_are_used_again",
         file="sharding/collective_thread.py",
@@ -47,8 +47,8 @@ MUTANTS = [
     ),
     _mutant(
         "what autograd saves of a streamed model is compiled",
-        "        @not_compiled\n        def pack(",
-        "        def pack(",
+        "    @not_compiled\n    def _pack(",
+        "    def _pack(",
         COMPILED,
         file=RESIDENCE,
     ),
@@ -565,8 +565,8 @@ MUTANTS = [
     ),
     _mutant(
         "hooks around a block see nothing",
-        "            return tensor if around is None else _Packed(around[0](tensor), around[1])\n",
-        "            return tensor\n",
+        "        return tensor if around is None else _Packed(around[0](tensor), around[1])\n",
+        "        return tensor\n",
         STREAM,
         file=RESIDENCE,
     ),

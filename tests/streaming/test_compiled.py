@@ -61,15 +61,16 @@ def _nothing_compiled() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("first", ["compile", "stream"])
 @pytest.mark.parametrize("what", ["model", "blocks", "blocks in place"])
-def test_weights_are_those_of_the_plain_model(what: str, first: str, backend: str) -> None:
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_weights_are_those_of_the_plain_model(checkpoint: Any, what: str, first: str, backend: str) -> None:
     model = Network()
     plain = copy.deepcopy(model).to(device_type())
     counter = CompileCounterWithBackend(backend)
     if first == "compile":
         called = compiled(model, what, counter)
-        handle = longshore.stream(model, device_type())
+        handle = longshore.stream(model, device_type(), checkpoint=checkpoint)
     else:
-        handle = longshore.stream(model, device_type())
+        handle = longshore.stream(model, device_type(), checkpoint=checkpoint)
         called = compiled(model, what, counter)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2)
     reference = PlainLoop([each.detach().cpu().clone().requires_grad_() for each in plain.parameters()], lr=1e-2)
@@ -88,7 +89,8 @@ def test_weights_are_those_of_the_plain_model(what: str, first: str, backend: st
         frames.append(counter.frame_count)
         for ours, theirs in zip(model.parameters(), reference.parameters, strict=True):
             assert torch.equal(ours, theirs)
-    assert frames[0] > 0 and len(set(frames[1:])) == 1  # compiled, and not again
+    # Compiled, and not again; torch's checkpoint turns the compiler off for what it calls.
+    assert (checkpoint or frames[0] > 0) and len(set(frames[1:])) == 1
     handle.close()
 
 
@@ -107,7 +109,8 @@ def test_what_fetches_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     called(torch.zeros(2, 6, dtype=torch.int64, device=handle.device)).sum().backward()
     assert (__file__, "forward") in traced
     ours = {name for file, name in traced if "longshore" in Path(file).parts}
-    assert {name for name in ours if "call" not in name} == set()  # these two only call the module
+    # These only call the module.
+    assert {name for name in ours if "call" not in name and "_run" not in name} == set()
     handle.close()
 
 

@@ -77,6 +77,7 @@ class CollectiveThread:
     ) -> None:
         # These are fixed.
         self._modules = modules
+        self._within = within
         self.rank: int = dist.get_rank(groups.control)
         self.world_size: int = dist.get_world_size(groups.control)
         self.groups: Twins | None = groups
@@ -86,8 +87,7 @@ class CollectiveThread:
         self._worker = Worker(limit_bytes, begin, "longshore-collectives", patience_s=_PATIENCE_S)
         # These are set once.
         self._dead: RankError | None = None
-        self._clean = True
-        """Whether each job did all of its collectives."""
+        self._failed = False
         self._closing = threading.Event()
         # These change with each window.
         self.gives_up = False
@@ -139,7 +139,7 @@ class CollectiveThread:
                 job()
                 self.on_device.check()
             except BaseException:
-                self._clean = False
+                self._failed = True
                 raise
 
         self._worker.submit(guarded, waiting_bytes, awaited)
@@ -201,6 +201,11 @@ class CollectiveThread:
         """Note that this rank gave up a window, which it will count in :attr:`discards`: see :attr:`gives_up`."""
         self.gives_up, self._gave_up_at = True, self.discards
 
+    @property
+    def _is_clean(self) -> bool:
+        """Whether each job did all of its collectives."""
+        return not self._failed and self._dead is None
+
     def close(self) -> None:
         self._closing.set()
         if self._dead is None:
@@ -210,7 +215,8 @@ class CollectiveThread:
             self.on_device.close()
             self._presence.close()
         if self.groups is not None and dist.is_initialized():
-            self.groups.end(self._clean and self._dead is None)
+            # Collectives of this group may also run in jobs of the thread of all ranks.
+            self.groups.end(self._is_clean and (self._within is None or self._within._is_clean))
             # After an error no other rank comes to the last meeting, and the group's threads wait until its timeout.
             let_go((self.groups.control, self._of_latest), self._latest)
             # These are usually the last references: threads and sockets end now, not at a garbage collection.

@@ -7,8 +7,9 @@ that order but the time: what is not there when it is used is fetched then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -117,19 +118,17 @@ class Block:
 
     def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Hooks that keep no parameter in autograd's graph; other tensors go to the hooks around them, if there are."""
-        by_memory = self._by_memory
         around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        return functools.partial(self._pack, self._by_memory, around), _unpack
 
-        @not_compiled
-        def pack(tensor: Tensor) -> Any:
-            if tensor.layout == torch.strided and tensor.device == self._resident.device:
-                parameter = by_memory.get(tensor.untyped_storage().data_ptr())
-                saved = None if parameter is None else parameter.save(tensor, self.use)
-                if saved is not None:
-                    return saved
-            return tensor if around is None else _Packed(around[0](tensor), around[1])
-
-        return pack, _unpack
+    @not_compiled
+    def _pack(self, by_memory: Mapping[int, StreamedParameter], around: Any, tensor: Tensor) -> Any:
+        if tensor.layout == torch.strided and tensor.device == self._resident.device:
+            parameter = by_memory.get(tensor.untyped_storage().data_ptr())
+            saved = None if parameter is None else parameter.save(tensor, self.use)
+            if saved is not None:
+                return saved
+        return tensor if around is None else _Packed(around[0](tensor), around[1])
 
 
 class _Packed(NamedTuple):

@@ -177,9 +177,9 @@ class Stream:
                     found.unwrap()
             self._move_buffers(torch.device("cpu"))
 
-    @torch.compiler.disable(recursive=False)  # what the method computes may be compiled, as on the device
+    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of a module of the model with its block in use."""
+        """Call a method of a module of the model with its block in use. What it computes may be compiled."""
         kept_out, failed = self._begin_call(block), True
         try:
             with kept_out:
@@ -242,6 +242,7 @@ class _StreamedMethod:
             )
         return compute_again(self._run, args, kwargs, inputs_on_host=self._stream.checkpoint == "cpu")
 
+    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._stream.call(self._block, self._former, args, kwargs)
 
