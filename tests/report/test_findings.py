@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.report import Cpu, Figures, Gpu, HostMemory, Machine, Software, findings_of, measure
+from longshore.report import Cpu, Figures, Gpu, HostMemory, Machine, Software, findings_of, largest_models, measure
 
 GIB = 1 << 30
 GOOD = Machine(
@@ -64,3 +64,15 @@ def test_figures() -> None:
 def test_figures_of_nothing(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
         measure(**arguments)
+
+
+def test_the_largest_models() -> None:
+    """16 bytes a parameter rest on the host with streaming; without it 14 there and 2 on the device."""
+    host = GOOD.memory.available_bytes
+    assert largest_models(replace(GOOD, gpus=[])) == {"here": int(0.95 * host) // 16}
+    assert largest_models(GOOD) == {"offloaded": int(0.95 * host) // 14, "streamed": int(0.95 * host) // 16}
+    small = replace(GOOD.gpus[0], free_bytes=4 * GIB)
+    on_small = largest_models(replace(GOOD, gpus=[small, small]))
+    assert on_small == {"offloaded": int(0.75 * 4 * GIB) // 2, "streamed": int(0.95 * host) // 16}
+    limited = replace(GOOD, memory=replace(GOOD.memory, limit_bytes=16 * GIB))
+    assert largest_models(limited)["streamed"] == int(0.95 * 16 * GIB) // 16

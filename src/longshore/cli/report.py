@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 _QUICK_NUMEL = 1 << 22
 _UNKNOWN = "unknown"
+_PLACES = {
+    "here": "on the CPU",
+    "offloaded": "weights on a GPU",
+    "streamed": "--stream",
+}
 
 
 def report(
@@ -35,7 +40,7 @@ def report(
 
     The page names no host, user or folder.
     """
-    from longshore.report import findings_of, read_machine
+    from longshore.report import findings_of, largest_models, read_machine
     from longshore.report import measure as measured
 
     load = os.getloadavg()[0]
@@ -46,14 +51,22 @@ def report(
             figures = measured(_QUICK_NUMEL, note=note) if quick else measured(note=note)
     findings = findings_of(machine, figures, load)
     if as_json:
-        content = to_jsonable_python({"machine": machine, "figures": figures, "findings": findings})
+        largest = largest_models(machine)
+        content = to_jsonable_python(
+            {"machine": machine, "figures": figures, "largest_models": largest, "findings": findings}
+        )
         print_lines([json.dumps(content, indent=2)])
     else:
         print_lines(_page(machine, figures, findings))
 
 
 def _page(machine: Machine, figures: Figures | None, findings: Sequence[Finding]) -> Iterator[str]:
+    from longshore.report import largest_models
+
     sections = _sections(machine)
+    sections["largest models, about: bf16, AdamW, one process; longshore plan counts yours"] = [
+        (_PLACES[place], f"{quantity(numel)} parameters") for place, numel in largest_models(machine).items()
+    ]
     if figures is not None:
         sections["measured"] = _figures(figures)
     width = max(len(label) for rows in sections.values() for label, _ in rows)

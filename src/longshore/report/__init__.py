@@ -2,6 +2,7 @@
 
 from longshore.report.facts import Cpu, Figures, Gpu, HostMemory, Machine, Software, measure, read_machine
 from longshore.report.findings import Finding, findings_of, limit_findings
+from longshore.report.sizes import largest_models
 
 __all__ = [
     "Cpu",
@@ -12,6 +13,7 @@ __all__ = [
     "Machine",
     "Software",
     "findings_of",
+    "largest_models",
     "limit_findings",
     "measure",
     "read_machine",
