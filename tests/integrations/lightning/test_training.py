@@ -472,3 +472,16 @@ def test_an_interrupted_fit_ends_and_can_go_on(plain: Any) -> None:
     strategy.engine.backward(module.loss(next(iter(loader()))))
     strategy.engine.step()
     assert strategy.engine.global_steps == 11
+
+
+def test_parameters_that_rest_on_the_host() -> None:
+    """The setting reaches the engine, and the weights are the plain Trainer's."""
+    found: list[Any] = []
+
+    class Looks(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            found.append(trainer.strategy.model.config.param_device)
+
+    trained = fitted(Net(), LongshoreStrategy(stage=3, param_device="cpu"), callbacks=[Looks()])
+    assert found == ["cpu"]
+    assert_same(trained, fitted(Net()))

@@ -39,6 +39,23 @@ def test_one_rank(options: dict[str, Any], tmp_path: Path) -> None:
     close(mine)
 
 
+def test_parameters_that_rest_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting reaches the engine, and it is left to the engine to move the model, for which no device has room."""
+    moved: list[Any] = []
+    move = transformers.Trainer._move_model_to_device
+    monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda *each: [moved.append(each), move(*each)])
+    plain = train(transformers.Trainer, tmp_path / "plain")
+    assert moved
+    moved.clear()
+    config = stage(3)
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    mine = train(Trainer, tmp_path / "ours", {"config": config}, **options)
+    assert mine.trainer.engine.config.param_device == "cpu" and not moved
+    check_equal(mine.weights, plain.weights)
+    close(mine)
+
+
 @pytest.mark.parametrize("number, accumulation", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
 def test_two_ranks(number: int, accumulation: int, two_ranks: Ranks, tmp_path: Path) -> None:
     """The plain Trainer's weights under DDP, which sums a window's gradients on each rank, as stage 1 does."""

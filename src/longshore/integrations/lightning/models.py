@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from longshore.checkpoint.one_line import load
 from longshore.engine import Engine, initialize
 from longshore.engine.config import Config, LoadedConfig
-from longshore.engine.model_sharding import is_fully_sharded, shard_model
+from longshore.engine.model_sharding import is_fully_sharded, rest_device, shard_model, stream_model
 from longshore.engine.ranks import join
 from longshore.engine.weights import first_weights
 from longshore.errors import CheckpointError
@@ -27,6 +27,7 @@ from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
+    from longshore.streaming import Stream
 
 
 def make_engine(
@@ -48,20 +49,28 @@ class ModelOnly(nn.Module):
     Args:
         module: the model, on its device.
         sharded: its FSDP2 hooks, if it has shards, so that it can run without an engine.
+        streamed: what copies its parameters to the device, if they rest on the host.
     """
 
     engine: Engine | None
 
-    def __init__(self, module: nn.Module, sharded: FullyShardedModel | None) -> None:
+    def __init__(self, module: nn.Module, sharded: FullyShardedModel | None, streamed: Stream | None = None) -> None:
         super().__init__()
         self.module = module
         self._sharded = sharded
+        self._streamed = streamed
         self.train_with(None)
 
     def close_sharding(self) -> None:
-        """Close the model's sharding, before an engine is made for it."""
+        """Close the model's sharding and streaming, before an engine is made for it."""
         if self._sharded is not None:
             self._sharded.close()
+        self.close_streaming()
+
+    def close_streaming(self) -> None:
+        """Make a model whose parameters rest on the host a plain one there."""
+        if self._streamed is not None:
+            self._streamed.close()
 
     def train_with(self, engine: Engine | None) -> None:
         vars(self)["engine"] = engine  # not as a submodule, since the engine contains the same module
@@ -80,8 +89,12 @@ def place(model: nn.Module, config: Config, extras: Mapping[str, Any], device: t
     ranks = join(device=device)
     in_shards = config.stage == 3 and ranks.world_size > 1
     with contextlib.closing(first_weights(model, extras["weights"], ranks, in_shards)) as begin:
-        begin.place(model, ranks, ranks.device, parameters=not in_shards)
-        return ModelOnly(model, shard_model(model, extras["wrap_policy"], config, ranks, begin))
+        begin.place(model, ranks, rest_device(config, ranks), parameters=not in_shards)
+        sharded = shard_model(model, extras["wrap_policy"], config, ranks, begin)
+    with contextlib.ExitStack() as undo:
+        streamed = stream_model(model, extras["wrap_policy"], config, ranks, undo)
+        undo.pop_all()
+    return ModelOnly(model, sharded, streamed)
 
 
 def whole(values: Any, keep: bool) -> Any:

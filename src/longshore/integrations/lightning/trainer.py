@@ -20,6 +20,7 @@ from longshore.engine.random_states import random_states, restore_random_states
 from longshore.engine.schedules import change_over
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.integrations.lightning.models import (
+    ModelOnly,
     is_folder,
     load_into_engine,
     load_into_model,
@@ -355,3 +356,5 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.destroy()
+        if isinstance(self.model, ModelOnly):
+            self.model.close_streaming()

@@ -118,9 +118,14 @@ class TrainerMixin:
         config = self._settings().config if self.engine is None else self.engine.config
         return self.args.world_size > 1 and config.stage == 3
 
+    def _fits_nowhere(self) -> bool:
+        """Return whether no device need have room for the whole model, which then is the engine's to move."""
+        config = self._settings().config if self.engine is None else self.engine.config
+        return self._in_shards() or config.param_device == "cpu"
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # The engine moves the model if it is sharded, after sharding, or if its weights are read from files.
-        if not self._in_shards() and not any(parameter.is_meta for parameter in model.parameters()):
+        # The engine also moves a model whose weights are read from files.
+        if not self._fits_nowhere() and not any(parameter.is_meta for parameter in model.parameters()):
             self._base()._move_model_to_device(model, device)
 
     # -- the engine -----------------------------------------------------------
@@ -189,8 +194,8 @@ class TrainerMixin:
         return self.lr_scheduler
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        # A rank may not have memory for the whole model, so evaluation shards it too.
-        if training or (self.engine is None and self._in_shards()):
+        # A device may not have memory for the whole model, so evaluation shards or streams it too.
+        if training or (self.engine is None and self._fits_nowhere()):
             self.create_optimizer()
         if self.engine is not None and self.engine.module is self.model:
             return self.engine
