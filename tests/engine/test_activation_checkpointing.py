@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import longshore
+from longshore.activations import HostInput
 from longshore.checkpointing import checkpoint, configure, held_host_bytes, is_configured, reset
 from longshore.engine import ConfigError, activation_checkpointing
-from longshore.engine.activation_checkpointing import HostInput
 from longshore.engine.config.table import KEYS
 
 
