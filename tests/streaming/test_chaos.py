@@ -21,7 +21,7 @@ from longshore.engine import activation_checkpointing
 pytestmark = pytest.mark.gpu
 
 WINDOWS = 3
-AT_A_TIME = 25
+AT_A_TIME = 15
 
 
 @pytest.fixture(autouse=True)

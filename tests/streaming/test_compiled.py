@@ -58,7 +58,7 @@ def _nothing_compiled() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("first", ["compile", "stream"])
 @pytest.mark.parametrize("what", ["model", "blocks", "blocks in place"])
 @pytest.mark.parametrize("checkpoint", [False, True])
