@@ -116,6 +116,10 @@ LONGSHORE_INLINE float adopted(float master, typename T::Storage parameter) {
     return choose(mask_of(T::bits(T::round(master)) != T::bits(parameter)), T::load(parameter), master);
 }
 
+// Whether the output is what the rule leaves in the gradient's place, and not its master.
+template <class Rule>
+inline constexpr bool outputs_gradient = requires { requires Rule::kOutputsGradient; };
+
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
@@ -138,7 +142,8 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
     store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
-        for (size_t i = 0; i < count; ++i) output[i] = Output::round(b.a[0][i]);
+        const float* result = outputs_gradient<Rule> ? b.g : b.a[0];
+        for (size_t i = 0; i < count; ++i) output[i] = Output::round(result[i]);
     }
 }
 

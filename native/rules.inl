@@ -116,12 +116,51 @@ void sgd(const float* s, DType gradient, DType output, const Span& span, bool st
                      : step_by<Sgd<false>>(s, gradient, output, span, stream);
 }
 
+// The first half of a step of Muon. Its buffer is the momentum alone, and the output
+// is what will be made orthogonal: the momentum, or Nesterov's.
+struct MuonMomentum {
+    static constexpr size_t kArrays = 1;
+    static constexpr bool kOutputsGradient = true;
+
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1];
+        const float one_minus_momentum = s[2], momentum = s[3];
+        const uint32_t nesterov = mask_of(s[4] != 0.0f);
+        // torch's lerp, as in Adam.
+        const uint32_t from_buffer = mask_of(one_minus_momentum < 0.5f), from_gradient = mask_of(momentum < 0.5f);
+        const float toward_gradient = choose(from_buffer, one_minus_momentum, one_minus_momentum - 1.0f);
+        const float toward_buffer = choose(from_gradient, momentum, momentum - 1.0f);
+        for (size_t i = 0; i < kBlock; ++i) {
+            const float g = b.g[i] * scale0 * scale1;
+            const float old = b.a[0][i];
+            const float next = fma_once(toward_gradient, g - old, choose(from_buffer, old, g));
+            const float ahead = fma_once(toward_buffer, next - g, choose(from_gradient, g, next));
+            b.a[0][i] = next;
+            b.g[i] = choose(nesterov, ahead, next);
+        }
+    }
+};
+
+// The second half: the gradient is the orthogonal matrix, and the buffer the master.
+struct MuonUpdate {
+    static constexpr size_t kArrays = 1;
+
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1], decay = s[2], negative_lr = s[3];
+        for (size_t i = 0; i < kBlock; ++i) {
+            b.a[0][i] = fma_once(b.g[i] * scale0 * scale1, negative_lr, b.a[0][i] * decay);
+        }
+    }
+};
+
 // Name, scalars of a row, least and most arrays of a buffer, and what steps.
 constexpr RuleEntry kRules[] = {
     {"Adam", 10, 3, 3, adam},
     {"Lion", 8, 2, 2, step_by<Lion>},
     {"Adagrad", 5, 2, 2, step_by<Adagrad>},
     {"SGD", 9, 1, 2, sgd},
+    {"MuonMomentum", 5, 1, 1, step_by<MuonMomentum>},
+    {"MuonUpdate", 4, 1, 1, step_by<MuonUpdate>},
 };
 
 }  // namespace

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from code_blocks import ROOT
+from plain_muon import PlainMuon
 from support import PlainLoop
 from torch import Tensor, nn
 
@@ -131,6 +132,26 @@ def _one_optimizer() -> Iterator[Names]:
 def one_optimizer(_: Path) -> Iterator[Names]:
     """A block that only makes the optimizer, which then trains."""
     yield from _one_optimizer()
+
+
+@setup
+def muon(_: Path) -> Iterator[Names]:
+    """A block that makes Muon, which then trains; there is an AdamW group of two biases."""
+    torch.manual_seed(0)
+    model, batches = Net(), batches_of()
+    before, names = copy.deepcopy(model), {"model": model}
+    yield names
+    matrices = [each for each in before.parameters() if each.ndim == 2]
+    biases = [each for each in before.parameters() if each.ndim == 1]
+    plain = PlainMuon(
+        [{"params": matrices, "lr": 0.02}, {"params": biases, "use_muon": False, "lr": 3e-4, "weight_decay": 0.0}]
+    )
+    for batch in batches:
+        for each in (model, before):
+            each(batch).loss.backward()
+        names["optimizer"].step()
+        plain.step_on_grads()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
 @setup

@@ -66,6 +66,24 @@ struct SgdRule {
     }
 };
 
+// A buffer of the momentum alone; what is output is not in it.
+struct MuonMomentumRule {
+    static constexpr std::int32_t kEntry = 4;
+    double momentum;
+    bool nesterov;
+    bool maximize = false;
+
+    std::vector<double> scalars() const { return {1.0 - momentum, momentum, nesterov ? 1.0 : 0.0}; }
+};
+
+struct MuonUpdateRule {
+    static constexpr std::int32_t kEntry = 5;
+    double lr, decay;
+    bool maximize = false;
+
+    std::vector<double> scalars() const { return {decay, -lr}; }
+};
+
 template <class Rule>
 std::vector<std::vector<double>> rows_of(const std::vector<Rule>& rules, Scale scale) {
     std::vector<std::vector<double>> rows;
@@ -77,10 +95,16 @@ std::vector<std::vector<double>> rows_of(const std::vector<Rule>& rules, Scale s
     return rows;
 }
 
-// One element of each of a buffer's arrays, the master first.
+// One element of each of a buffer's arrays, the master first, and of the output if that
+// is none of them.
 struct Element {
     float a[kMostArrays];
+    float output;
 };
+template <class Rule>
+inline constexpr bool outputs_master = true;
+template <>
+inline constexpr bool outputs_master<MuonMomentumRule> = false;
 using Arrays = std::vector<std::vector<float>>;
 
 // The arithmetic of the rules' files, one element at a time. These files
@@ -205,6 +229,43 @@ class Naive<SgdRule> {
     Scale scale_;
 };
 
+template <>
+class Naive<MuonMomentumRule> {
+  public:
+    Naive(const MuonMomentumRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
+
+    Element step(Element x, float gradient) const {
+        const float g = scaled(gradient, rule_, scale_);
+        const float next = lerp(x.a[0], g, static_cast<float>(1.0 - rule_.momentum));
+        x.output = rule_.nesterov ? lerp(g, next, static_cast<float>(rule_.momentum)) : next;
+        x.a[0] = next;
+        return x;
+    }
+
+  private:
+    static float lerp(float from, float to, float weight) {
+        return weight < 0.5f ? std::fmaf(weight, to - from, from) : std::fmaf(weight - 1.0f, to - from, to);
+    }
+    MuonMomentumRule rule_;
+    Scale scale_;
+};
+
+template <>
+class Naive<MuonUpdateRule> {
+  public:
+    Naive(const MuonUpdateRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
+
+    Element step(Element x, float gradient) const {
+        const float kept = x.a[0] * static_cast<float>(rule_.decay);
+        x.a[0] = std::fmaf(scaled(gradient, rule_, scale_), static_cast<float>(-rule_.lr), kept);
+        return x;
+    }
+
+  private:
+    MuonUpdateRule rule_;
+    Scale scale_;
+};
+
 inline std::string described(const AdamRule& r) {
     return text("Adam, lr ", r.lr, ", betas ", r.beta1, " ", r.beta2, ", eps ", r.eps, ", weight decay ",
                 r.weight_decay, r.decoupled ? " decoupled" : " L2", r.maximize ? ", maximize" : "", ", step ", r.step,
@@ -224,6 +285,13 @@ inline std::string described(const SgdRule& r) {
                 r.maximize ? ", maximize" : "");
 }
 
+inline std::string described(const MuonMomentumRule& r) {
+    return text("Muon's momentum, momentum ", r.momentum, r.nesterov ? ", nesterov" : "");
+}
+inline std::string described(const MuonUpdateRule& r) {
+    return text("Muon's update, lr ", r.lr, ", decay ", r.decay);
+}
+
 inline constexpr AdamRule kDecoupled = {1e-3, 0.9, 0.999, 1e-8, 0.01, 3.0, true, false};
 inline constexpr AdamRule kL2 = {1e-3, 0.9, 0.999, 1e-8, 0.01, 3.0, false, false};
 inline constexpr Scale kScale = {0.7, 1.0 / 3.0};
@@ -231,10 +299,11 @@ inline constexpr Scale kScale = {0.7, 1.0 / 3.0};
 // Elements as they are before a step and as the oracle leaves them.
 struct Expected {
     Arrays a, stepped;
+    std::vector<float> outputs;
     Buffer gradient;
 
     Expected(std::size_t arrays, std::size_t numel, DType gradient_dtype)
-        : a(arrays, std::vector<float>(numel)), stepped(a), gradient(gradient_dtype, numel) {}
+        : a(arrays, std::vector<float>(numel)), stepped(a), outputs(numel), gradient(gradient_dtype, numel) {}
     std::size_t arrays() const { return a.size(); }
     std::size_t numel() const { return a[0].size(); }
     template <class Rule>
@@ -245,11 +314,12 @@ struct Expected {
             for (std::size_t k = 0; k < arrays(); ++k) x.a[k] = a[k][i];
             x = naive.step(x, gradient.get(i));
             for (std::size_t k = 0; k < arrays(); ++k) stepped[k][i] = x.a[k];
+            outputs[i] = outputs_master<Rule> ? x.a[0] : x.output;
         }
     }
     Buffer output(DType dtype) const {
         Buffer rounded(dtype, numel());
-        for (std::size_t i = 0; i < numel(); ++i) rounded.set(i, stepped[0][i]);
+        for (std::size_t i = 0; i < numel(); ++i) rounded.set(i, outputs[i]);
         return rounded;
     }
 };

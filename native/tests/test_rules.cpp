@@ -212,5 +212,28 @@ TEST(sgd_without_momentum_keeps_the_buffer_bit_for_bit) {
     check_in_place(values, kPlain, {}, pool);
 }
 
+TEST(muon_of_every_numel_offset_dtype_and_placement) {
+    check_every_numel_and_offset(MuonMomentumRule{0.95, true}, 1);
+    check_every_numel_and_offset(MuonUpdateRule{2e-2, 0.998}, 1);
+}
+
+TEST(muon_of_every_hyper_parameter) {
+    std::uint64_t seed = 500;
+    for (const double momentum : {0.0, 0.4, 0.5, 0.6, 0.95, 1.0}) {
+        for (const bool nesterov : {false, true}) check_hyper_parameters(MuonMomentumRule{momentum, nesterov}, 1, ++seed);
+    }
+    for (const double lr : {0.0, 1e-42, 2e-2}) {
+        for (const double decay : {1.0, 0.998, -3.0}) check_hyper_parameters(MuonUpdateRule{lr, decay}, 1, ++seed);
+    }
+}
+
+TEST(muon_of_every_special_value_and_random_patterns) {
+    for (const bool nesterov : {false, true}) {
+        check_specials_and_patterns(MuonMomentumRule{0.95, nesterov}, 1, 16);
+        check_specials_and_patterns(MuonMomentumRule{0.4, nesterov, true}, 1, 17);
+    }
+    check_specials_and_patterns(MuonUpdateRule{0.1, 0.99}, 1, 18);
+}
+
 }  // namespace
 }  // namespace longshore::testing

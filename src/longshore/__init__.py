@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from longshore.optim import Adam as Adam
     from longshore.optim import AdamW as AdamW
     from longshore.optim import Lion as Lion
+    from longshore.optim import Muon as Muon
     from longshore.optim import Offload as Offload
+    from longshore.optim import muon_groups as muon_groups
     from longshore.streaming import Stream as Stream
     from longshore.streaming import stream as stream
     from longshore.tracing import annotate as annotate
@@ -52,7 +54,7 @@ _HOMES = {
     "longshore.engine.ranks": "RendezvousError",
     "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError NoCheckpointError "
     "ParameterError RankError",
-    "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
+    "longshore.optim": "SGD Adagrad Adam AdamW Lion Muon Offload muon_groups",
     "longshore.streaming": "Stream stream",
     "longshore.tracing": "annotate trace",
     "longshore.transfer": "SimulatedTransfer",

@@ -87,6 +87,35 @@ class TileLayout:
         return sum(segment.numel for segment in self.segments)
 
 
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Division of a parameter into the matrices that an optimizer treats as a whole.
+
+    Attributes:
+        rows, columns: of the parameter as one matrix; the dimensions before the last one are its rows.
+        blocks: the matrices, each a range of rows or of columns; together they are the parameter.
+    """
+
+    rows: int
+    columns: int
+    blocks: tuple[DimRange, ...]
+
+    def shape_of(self, block: DimRange) -> tuple[int, int]:
+        """Return the rows and columns of one matrix."""
+        return (block.numel, self.columns) if block.dim == 0 else (self.rows, block.numel)
+
+    def parts(self, offset: int, numel: int) -> Iterator[tuple[int, int, DimRange]]:
+        """Yield consecutive parts ``(begin, end, block)`` of the elements ``[offset, offset + numel)`` of the flat
+        parameter; those of blocks of columns, which are all of one shape, are one part."""
+        if self.blocks[0].dim == 1:
+            yield offset, offset + numel, self.blocks[0]
+            return
+        for block in self.blocks:
+            begin, end = block.start * self.columns, (block.start + block.numel) * self.columns
+            if max(begin, offset) < min(end, offset + numel):
+                yield max(begin, offset), min(end, offset + numel), block
+
+
 def align(numel: int) -> int:
     """Round ``numel`` up to a multiple of :data:`SEGMENT_ALIGNMENT`."""
     return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT

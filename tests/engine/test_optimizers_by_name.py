@@ -216,7 +216,18 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(kind: str, why: str) 
         longshore.initialize(model=model, config=named(kind))
 
 
-def test_muon_is_refused_by_name() -> None:
-    model = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match=r"torch\.optim\.Muon cannot be stepped in tiles: it orthogonalizes"):
-        longshore.initialize(model=model, config=without(file(), "optimizer"), optimizer=T.Muon(model.parameters()))
+def test_torchs_muon_under_an_engine_of_one_rank() -> None:
+    models = [nn.Sequential(nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = T.Muon(models[0].parameters(), lr=0.02)
+    client = T.Muon(models[1].parameters(), lr=0.02)
+    engine, *_ = longshore.initialize(model=models[1], config=without(file(), "optimizer"), optimizer=client)
+    for step in range(3):
+        batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        models[0](batch).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+        engine.backward(engine(batch).square().sum())
+        engine.step()
+    engine.destroy()
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))

@@ -23,6 +23,7 @@ from longshore.kernels import triton_rules
 from longshore.optim.rules.adagrad import adagrad
 from longshore.optim.rules.adam import adam
 from longshore.optim.rules.lion import lion
+from longshore.optim.rules.muon import muon_momentum, muon_update
 from longshore.optim.rules.sgd import sgd
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -36,6 +37,7 @@ _TILE = {
     "UPDATE": "constexpr",
     "BUFFER_ARRAYS": "constexpr",
     "ADOPT": "constexpr",
+    "OUTPUT_LAST": "constexpr",
 }
 _PASS = {"target": "i64", "source": "i64", "dtype": "i32", "numel": "i32", "add": "i32"}
 _RECONCILE = {"master": "i64", "parameter": "i64", "dtype": "i32", "numel": "i32", "adopt": "i32", "differing": "*u8"}
@@ -53,8 +55,11 @@ class _Kernel(NamedTuple):
     """Whether the compiler may fuse operations. None of ours lets it: the tests have to see it."""
 
 
-def _step(label: str, update: Callable[..., Any], arrays: int, adopt: bool = False) -> _Kernel:
+def _step(
+    label: str, update: Callable[..., Any], arrays: int, adopt: bool = False, output_last: bool = False
+) -> _Kernel:
     constants = {"UPDATE": triton_rules.device_function(update), "BUFFER_ARRAYS": arrays, "ADOPT": adopt}
+    constants["OUTPUT_LAST"] = output_last
     return _Kernel(label, "step_tile", _TILE, constants)
 
 
@@ -66,6 +71,8 @@ def _kernels() -> Iterator[_Kernel]:
     yield _step("adagrad", adagrad, 2)
     yield _step("momentum", sgd, 2)
     yield _step("sgd", sgd, 1)
+    yield _step("muon's momentum", muon_momentum, 1, output_last=True)
+    yield _step("muon's update", muon_update, 1)
     yield _Kernel("accumulate", "accumulate", _PASS)
     yield _Kernel("reconcile", "reconcile", _RECONCILE)
     yield _Kernel("sum_of_squares", "sum_of_squares", _SUM, num_warps=1)

@@ -10,6 +10,7 @@ from longshore.kernels.reference import rule_step
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.muon import MomentumRule, UpdateRule
 from longshore.optim.rules.sgd import SGDRule
 
 INFINITY, LARGEST = float("inf"), 3.4028234663852886e38
@@ -42,7 +43,7 @@ def buffer_of(numel: int, seed: int, arrays: int = 3) -> Tensor:
 
 def arrays_of(rule: Rule) -> int:
     """How many arrays the buffer of such a rule has."""
-    return 1 if isinstance(rule, SGDRule) and not rule.momentum else 1 + len(rule.states)
+    return 1 + len(rule.states) - rule.optional_states
 
 
 def stepped_buffer(
@@ -76,4 +77,12 @@ OTHER_RULES = (
     SGDRule(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True, first=False, maximize=True),
     SGDRule(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=True, first=True),
     SGDRule(lr=1e-2, momentum=0.0, dampening=0.0, weight_decay=0.1, nesterov=False, first=True),
+    UpdateRule(lr=2e-2, decay=0.998),
 )
+
+MOMENTUM_RULES = (
+    MomentumRule(momentum=0.95, nesterov=True),
+    MomentumRule(momentum=0.4, nesterov=True, maximize=True),
+    MomentumRule(momentum=0.95, nesterov=False),
+)
+"""Their output is no array of the buffer."""

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import Scale
-from longshore.kernels.reference import rule_step
+from longshore.kernels.reference import rule_output, rule_step
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.muon import MomentumRule, UpdateRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.numbers import awkward, same_bits
 
@@ -181,3 +182,22 @@ def test_without_bias_correction_the_moments_count_as_they_are(decoupled: bool, 
         assert torch.equal(ours, expected)
     early = rule_step(buffer, gradient_of(1), replace(rule, bias_correction=True))
     assert step == 1000 or not torch.equal(early[0], rule_step(buffer, gradient_of(1), rule)[0])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.4, 0.5, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("numel", [NUMEL, 17])
+def test_the_elementwise_parts_of_muon_are_torchs(momentum: float, nesterov: bool, numel: int) -> None:
+    buffer, gradient, orthogonal = torch.zeros(numel), gradient_of(1)[:numel], torch.randn(numel).bfloat16()
+    theirs = buffer.clone()
+    for step in range(1, 4):
+        gradient = gradient_of(step)[:numel]
+        rule = MomentumRule(momentum, nesterov)
+        update = rule_output((buffer,), gradient, rule)
+        (buffer,) = rule_step((buffer,), gradient, rule)
+        theirs.lerp_(gradient, 1 - momentum)
+        assert same_bits(buffer, theirs)
+        assert same_bits(update, gradient.lerp(theirs, momentum) if nesterov else theirs)
+    master = gradient_of(9)[:numel]
+    (ours,) = rule_step((master,), orthogonal, UpdateRule(lr=2e-2, decay=1 - 2e-2 * 0.1))
+    assert same_bits(ours, master.clone().mul_(1 - 2e-2 * 0.1).add_(orthogonal, alpha=-2e-2))

@@ -22,6 +22,8 @@ EXPECTED = {
     "adagrad": (2, 1, 1),
     "momentum": (4, 0, 0),
     "sgd": (4, 0, 0),
+    "muon's momentum": (2, 0, 0),
+    "muon's update": (1, 0, 0),
     "accumulate": (0, 0, 0),
     "reconcile": (0, 0, 0),
     "sum_of_squares": (0, 0, 0),

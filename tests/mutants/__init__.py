@@ -7,6 +7,7 @@ from mutants import (
     former,
     fully_sharded,
     host,
+    muon,
     others,
     planning,
     sharding,
@@ -20,6 +21,7 @@ __all__ = ["MUTANTS", "ROOT", "Mutant"]
 
 MUTANTS = [
     *host.MUTANTS,
+    *muon.MUTANTS,
     *speculation.MUTANTS,
     *transfer.MUTANTS,
     *device.MUTANTS,

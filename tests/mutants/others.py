@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "a parameter takes the index of one that was replaced",
         "optim/core.py",
-        "ParameterRecord(self._next_index + len(records), name",
-        "ParameterRecord(1 + max((each.index for each in self.records), default=-1) + len(records), name",
+        "index = self._next_index + len(records)",
+        "index = 1 + max((each.index for each in self.records), default=-1) + len(records)",
         ("tests/optim/test_laid_out_anew.py",),
     ),
     Mutant(

@@ -42,9 +42,9 @@ MUTANTS = [
     ),
     Mutant(
         "what comes first goes to the host",
-        "tiles/store.py",
-        "            self._add(self.backends[0], kept)\n",
-        "            kept, rest = rest, kept\n            self._add(self.backends[0], kept)\n",
+        "tiles/backends.py",
+        "            self._add(self._on_device, [kept])\n",
+        "            kept, rest = rest, kept\n            self._add(self._on_device, [kept])\n",
         (SPLIT,),
     ),
     Mutant(

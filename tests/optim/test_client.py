@@ -318,7 +318,6 @@ class OwnAdamW(torch.optim.AdamW):
         (lambda p: torch.optim.LBFGS(p), r"torch.optim.LBFGS cannot be stepped in tiles"),
         (lambda p: torch.optim.SparseAdam(p), r"torch.optim.SparseAdam cannot be stepped in tiles"),
         (lambda p: torch.optim.Adafactor(p), r"torch.optim.Adafactor cannot be stepped in tiles"),
-        (lambda p: torch.optim.Muon(p), r"torch.optim.Muon cannot be stepped in tiles"),
         (lambda p: OwnAdamW(p), r"does not know the optimizer .*OwnAdamW"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True is not supported"),
         (lambda p: torch.optim.RAdam(p, capturable=True), "capturable=True is not supported"),

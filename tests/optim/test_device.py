@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from on_device import NONE, device_type, keep_busy, needs_triton
+from plain_muon import PlainMuon
 from support import PlainLoop, batch, small_model
 from torch import Tensor, nn
 
@@ -240,3 +241,32 @@ def test_grad_scaler() -> None:
 def test_parameters_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="one device"):
         longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device=device_type()))])
+
+
+@pytest.mark.parametrize("device", ["cpu", NONE])
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_muon(dtype: torch.dtype, release: bool, device: str) -> None:
+    """Newton-Schulz runs on the device, so the plain loop's does; everything elementwise has the bits of the CPU."""
+    plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
+    groups, plain_groups = (
+        [
+            {"params": [each for each in of.parameters() if each.ndim == 2], "lr": 0.03},
+            {"params": [each for each in of.parameters() if each.ndim != 2], "use_muon": False, "lr": 3e-3},
+        ]
+        for of in (model, plain_model)
+    )
+    plain = PlainMuon(plain_groups, on=torch.device(device_type()))
+    seen = captured(model)
+    offload = longshore.Offload(tile_numel=64, device=device)
+    optimizer = longshore.Muon(groups, release_gradients=release, offload=offload)
+    for step in range(5):
+        backward(model, step, dtype)
+        gradients = [each.pop().cpu() for each in seen]
+        plain.step(dict(zip(plain_model.parameters(), gradients, strict=True)))
+        keep_busy(20_000_000)
+        optimizer.step()
+        optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs), step
+    assert (optimizer.host_bytes()["state"] > 0) == (device == "cpu")

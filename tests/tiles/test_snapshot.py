@@ -47,7 +47,7 @@ class Buffers:
             index: [(tile.have_buffer(self.pool), segment.layout) for tile, segment in parts]
             for index, parts in self.parts.items()
         }
-        return StateSnapshot(self.pending_reads, {name: row for row, name in enumerate(ARRAYS)}, buffers, reads)
+        return StateSnapshot(self.pending_reads, dict.fromkeys(buffers, ARRAYS), buffers, reads)
 
     def step(self, place: int) -> Tensor | None:
         """As a step would: into another buffer, or in place. Returns the other one."""

@@ -243,10 +243,10 @@ class OptimizerState:
             record = self.records[name]
             handed_out.keep(record, as_parameter(entry.get("entries", {}), record.parameter))
             arrays = frozenset(entry["arrays"])
-            scalars = tuple((key, entry["scalars"].get(key, 0.0)) for key in self._family.scalars)
+            scalars = tuple((key, entry["scalars"].get(key, 0.0)) for key in record.family.scalars)
             record.history = History(entry["step"], arrays - {MASTER}, scalars)
             # A loaded state of a rule that counts no steps may be the master alone.
-            record.has_state = entry["step"] > 0 or bool(arrays - {MASTER} if self._family.keeps_step else arrays)
+            record.has_state = entry["step"] > 0 or bool(arrays - {MASTER} if record.family.keeps_step else arrays)
             record.has_master = MASTER in arrays
             record.published = None  # so that the parameter is compared before the next step
             if record.has_master and entry.get("published") is True:

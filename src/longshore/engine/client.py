@@ -26,7 +26,6 @@ differently."""
 _REFUSED = {
     "Adafactor": "it keeps sums over the rows and columns of a matrix",
     "LBFGS": "it takes products of whole gradients and evaluates the model several times a step",
-    "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it steps sparse gradients only",
 }
 """torch's optimizers that cannot be stepped in tiles, with the reason. Most let an element depend on others, which may

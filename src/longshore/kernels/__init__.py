@@ -7,6 +7,7 @@ from longshore.kernels.base import (
     SUPPORTED_DTYPES,
     UNSCALED,
     HostRule,
+    MatrixRule,
     OneElement,
     Rule,
     Scale,
@@ -16,6 +17,7 @@ from longshore.kernels.base import (
 )
 from longshore.kernels.device import DeviceKernels, Kernels, block_sums_on, checksums_on
 from longshore.kernels.host import HostKernels
+from longshore.kernels.newton_schulz import newton_schulz, newton_schulz_bytes
 from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
 
@@ -28,6 +30,7 @@ __all__ = [
     "HostRule",
     "InstructionSet",
     "Kernels",
+    "MatrixRule",
     "OneElement",
     "Outputs",
     "Rule",
@@ -37,6 +40,8 @@ __all__ = [
     "TorchRule",
     "block_sums_on",
     "checksums_on",
+    "newton_schulz",
+    "newton_schulz_bytes",
     "next_scalars",
     "supported_instruction_sets",
     "torch_options",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,12 +36,14 @@ class Rule(ABC):
     name: ClassVar[str]
     """The rule's entry in ``native/rules.inl``."""
     states: ClassVar[tuple[str, ...]]
-    """Names of the one or two arrays of a buffer after the master, as in torch."""
+    """Names of the arrays of a buffer after the master, at most two, as in torch."""
     update: ClassVar[Callable[..., tuple[Tensor, ...]]]
     """The arithmetic: ``update(scalars, gradient, master, *states)`` returns the new master and states. It is written
     with the operations of :mod:`longshore.kernels.reference`, which Triton's operations replace on a GPU."""
     optional_states: ClassVar[int] = 0
     """Number of states that a buffer may lack."""
+    outputs_last: ClassVar[bool] = False
+    """Whether outputs get the last array that ``update`` returns, which no buffer has, and not the master."""
 
     maximize: bool = field(default=False, kw_only=True)
 
@@ -75,8 +77,40 @@ class TorchRule(NamedTuple):
     """States that are one number for the whole parameter, with their values before the step."""
 
 
-HostRule = Rule | TorchRule
-"""A rule that :class:`~longshore.kernels.HostKernels` can step by."""
+class MatrixRule(ABC):
+    """One step of a rule that treats each matrix as a whole: ``first`` on its elements, then :meth:`transform`, then
+    :meth:`last` on its elements. A subclass is a frozen dataclass."""
+
+    state: ClassVar[str]
+    """Name of the one state, as in torch."""
+
+    @property
+    @abstractmethod
+    def first(self) -> Rule:
+        """Rule of the first pass, over the state alone; its outputs, bfloat16, are what is to be transformed."""
+
+    @abstractmethod
+    def transform(self, matrix: Tensor) -> Tensor:
+        """Return what the last pass has as its gradient.
+
+        Args:
+            matrix: bfloat16 ``[rows, columns]``, contiguous; its memory may be written.
+
+        Returns:
+            bfloat16 ``[rows, columns]``, contiguous.
+        """
+
+    @abstractmethod
+    def last(self, rows: int, columns: int) -> Rule:
+        """Return the rule of the last pass, over the master alone, for a matrix of this shape."""
+
+    @abstractmethod
+    def workspace_bytes(self, rows: int, columns: int) -> int:
+        """Return the most bytes that :meth:`transform` takes at a time, its argument and result included."""
+
+
+HostRule = Rule | TorchRule | MatrixRule
+"""A rule by which a store can step. The kernels have no :class:`MatrixRule`, only its passes."""
 
 
 class TileSegment(NamedTuple):

@@ -101,6 +101,7 @@ class DeviceKernels:
                 self._triton.device_function(type(rules[0]).update),
                 buffer_arrays,
                 outputs is Outputs.COMPARED,
+                rules[0].outputs_last,
                 **_PASS,
             )
 

@@ -135,11 +135,29 @@ def rule_step(
         parameter: as it is before the step, to be :func:`adopted` first; None: nobody else wrote it.
 
     Returns:
-        The new arrays, as many as were given. The published parameter is ``master.to(dtype)``, rounded to nearest even.
+        The new arrays, as many as were given. The published parameter is :func:`rule_output`, rounded to nearest even.
 
     Raises:
         ValueError: the number of arrays is not one that the rule has, or the step count is below 1.
     """
+    return _updated(arrays, gradient, rule, scale, parameter)[: len(arrays)]
+
+
+def rule_output(
+    arrays: Sequence[Tensor] | Tensor,
+    gradient: Tensor,
+    rule: Rule,
+    scale: Scale = UNSCALED,
+    parameter: Tensor | None = None,
+) -> Tensor:
+    """Return what a step, with the arguments and errors of :func:`rule_step`, rounds to the dtype of its outputs: the
+    new master, in general."""
+    return _updated(arrays, gradient, rule, scale, parameter)[-1 if rule.outputs_last else 0]
+
+
+def _updated(
+    arrays: Sequence[Tensor] | Tensor, gradient: Tensor, rule: Rule, scale: Scale, parameter: Tensor | None
+) -> tuple[Tensor, ...]:
     most = 1 + len(rule.states)
     if not most - rule.optional_states <= len(arrays) <= most:
         raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {most}, {rule.optional_states} of them optional")
@@ -150,7 +168,7 @@ def rule_step(
     g = gradient.float() * first * second
     absent = [g] * (most - len(arrays))
     master = arrays[0] if parameter is None else adopted(arrays[0], parameter)
-    return type(rule).update(scalars, g, master, *arrays[1:], *absent)[: len(arrays)]
+    return type(rule).update(scalars, g, master, *arrays[1:], *absent)
 
 
 def _float32(value: float) -> Tensor:

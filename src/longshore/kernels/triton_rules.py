@@ -191,6 +191,7 @@ def step_tile(
     UPDATE: tl.constexpr,
     BUFFER_ARRAYS: tl.constexpr,
     ADOPT: tl.constexpr,
+    OUTPUT_LAST: tl.constexpr,
 ):
     """Step a tile; each program steps one block of one segment.
 
@@ -223,6 +224,8 @@ def step_tile(
     tl.store(target, p, mask)
     if BUFFER_ARRAYS > 1:
         tl.store(target + stride, first, mask)
+    if OUTPUT_LAST:
+        p = first
     store_rounded(tl.load(row + 4), at, p, mask, tl.load(row + 5))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import CheckpointError
-from longshore.kernels import HostRule, Scale
+from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
@@ -23,7 +23,7 @@ from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.membership import check_once, member_ids, take_up
+from longshore.optim.membership import check_kind, check_once, member_ids, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
@@ -138,7 +138,8 @@ class OptimizerCore:
             check_parameter(parameter, name, device, self.offload.takes_shards)
             self.offload.check_member(parameter, name)
             device = parameter.device
-            records.append(ParameterRecord(self._next_index + len(records), name, parameter, self.offload))
+            index = self._next_index + len(records)
+            records.append(ParameterRecord(index, name, parameter, self.offload, self.family, group))
         if not self._building:
             check_no_shared_memory([*self.records, *records])
             self._lay_out(records)
@@ -305,7 +306,7 @@ class OptimizerCore:
             entries = balance(records.values(), source.produced, steps, store)
             self._adoption.adopt(store, self._present(), steps)
             for index in steps:
-                fill_initial(records[index], store, self.family)
+                fill_initial(records[index], store)
 
         def published() -> None:
             for index, step in steps.items():
@@ -350,6 +351,7 @@ class OptimizerCore:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
         arrays = self.store.local.arrays
         for group in self.groups():
+            family = self.family.of(group)
             known: dict[History, tuple[HostRule, History]] = {}
             last, rule, after = None, None, None
             for record in self.records_of(group):
@@ -357,10 +359,12 @@ class OptimizerCore:
                     continue
                 # Parameters with equal histories share one object after their first common step.
                 if (history := record.history) is not last or rule is None or after is None:
+                    check_kind(record, family, group)
                     if history not in known:
-                        made = self.family.rule_of(group, history, arrays)
-                        _ = made.scalars  # computed here, once: a rule steps many tiles
-                        known[history] = made, self.family.after(group, history)
+                        made = family.rule_of(group, history, arrays)
+                        if not isinstance(made, MatrixRule):
+                            _ = made.scalars  # computed here, once: a rule steps many tiles
+                        known[history] = made, family.after(group, history)
                     last, (rule, after) = history, known[history]
                 yield record, rule, after
 
@@ -370,8 +374,9 @@ class OptimizerCore:
     def have_states(self, store: ParameterStore, names: Collection[str]) -> None:
         """Add these state arrays to the store unless it has them."""
         local = store.local
-        if not all(name in local.arrays for name in names):
-            local.set_states([name for name in self.family.states if name in names or name in local.arrays])
+        if not all(name in local.arrays or name == self.family.matrix_state for name in names):
+            known = [name for name in self.family.states if name != self.family.matrix_state]
+            local.set_states([name for name in known if name in names or name in local.arrays])
 
 
 def _members(core: OptimizerCore) -> Callable[[], set[int]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import HostRule, OneElement, Rule, TorchRule, next_scalars, torch_options
+from longshore.layout import MatrixLayout
 
 
 class History(NamedTuple):
@@ -131,8 +132,20 @@ class RuleFamily:
     """State arrays that are not zero before a parameter's first step, and the option with the number that fills each.
     These options have one value for all groups, which is read when the optimizer is built and never again."""
 
+    matrix_state: ClassVar[str | None] = None
+    """The one state of parameters that are matrices; None: this family has none."""
+
     def __init__(self, **fixed: Any) -> None:
         self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
+
+    def of(self, group: Mapping[str, Any]) -> RuleFamily:
+        """Return the family of the parameters of a group."""
+        return self
+
+    def matrix_layout(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> MatrixLayout | None:
+        """Return how a parameter of this group and shape is divided into matrices; None: its elements are stepped one
+        by one. Raise ValueError, with a message that follows the parameter's name, if it cannot be stepped."""
+        return None
 
     @cached_property
     def entries(self) -> tuple[str, ...]:

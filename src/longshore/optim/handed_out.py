@@ -79,7 +79,7 @@ class HandedOut:
         them."""
         for record in core.records:
             for name, value in state.get(record.parameter, {}).items():
-                if name in core.family.entries and is_plain(value, record, single=name in numbers_of(record)):
+                if name in record.family.entries and is_plain(value, record, single=name in numbers_of(record)):
                     self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)
 
     def forget(self, record: ParameterRecord) -> None:
@@ -129,7 +129,7 @@ class HandedOut:
         """
         for key in list(self.assigned):
             record, assigned = core.by_id[key], self.assigned[key]
-            write_edits(record, checked_state(record, assigned, core.family), core)
+            write_edits(record, checked_state(record, assigned), core)
             del self.assigned[key]
             for name, value in assigned.items():
                 if is_plain(value, record) and name not in numbers_of(record):
@@ -181,7 +181,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of the states that are in the state buffers or in the parameter's history."""
-        record, family = self._record, self._core.family
+        record, family = self._record, self._record.family
         if not record.has_state:
             return ()
         step = ("step",) if family.keeps_step else ()
@@ -207,11 +207,11 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
             self._left[key] = value
             return
         handed_out, record = self._core.handed_out, self._record
-        if key not in self._core.family.entries:
-            checked_state(record, {key: value}, self._core.family)  # not a state of another optimizer
+        if key not in record.family.entries:
+            checked_state(record, {key: value})  # not a state of another optimizer
             handed_out.keep(record, {key: value})
             return
-        if value is None and key in self._core.family.optional_states:
+        if value is None and key in record.family.optional_states:
             self.pop(key, None)
             return
         # Scripts that prune or grow parameters set states of another shape, and move all to the new parameter then.
@@ -230,7 +230,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
             if not found:
                 raise KeyError(key)
             return
-        if key not in self._core.family.optional_states:
+        if key not in self._record.family.optional_states:
             raise TypeError(f"{key!r} is part of the optimizer's state and cannot be deleted; set it instead")
         handed_out.copies.get(identity, {}).pop(key, None)
         history = self._record.history

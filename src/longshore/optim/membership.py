@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from longshore.errors import ParameterError
+from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import GradientSource
 from longshore.optim.offload import Offload, StoreFactory
-from longshore.optim.parameters import is_lazy
+from longshore.optim.parameters import ParameterRecord, is_lazy
 from longshore.optim.state import StateOwner
 
 
@@ -51,6 +52,20 @@ def check_once(core: GroupOwner) -> None:
                 )
 
 
+def check_kind(record: ParameterRecord, family: RuleFamily, group: Mapping[str, Any]) -> None:
+    """Raise ParameterError for a parameter that is in a group of another kind than the one it was laid out with."""
+    if record.family is family and record.matrices == family.matrix_layout(group, tuple(record.shape)):
+        return
+    was, now = (
+        "no matrix" if layout is None else f"{len(layout.blocks)} matrices of {list(layout.shape_of(layout.blocks[0]))}"
+        for layout in (record.matrices, family.matrix_layout(group, tuple(record.shape)))
+    )
+    raise ParameterError(
+        f"parameter {record.name} was laid out as {was}, and its group makes it {now} now (use_muon, split or "
+        "split_dim was changed, or it was put into another group): its state does not fit; build the optimizer anew"
+    )
+
+
 def take_up(core: GroupOwner) -> None:
     """Lay out the parameters that the user put into the groups, in place of those that were taken out and have no
     state: scripts that grow and prune parameters replace them.
@@ -86,5 +101,5 @@ def take_up(core: GroupOwner) -> None:
                 raise ParameterError(
                     f"parameter {name} is lazy and has no shape yet: run the model once before the step"
                 )
-        core.register({"params": [each for _, each in new], "param_names": [name for name, _ in new]}, place)
+        core.register({**group, "params": [each for _, each in new], "param_names": [name for name, _ in new]}, place)
     core.handed_out.place(core)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
-from longshore.optim.family import History
+from longshore.layout import MatrixLayout
+from longshore.optim.family import History, RuleFamily
 from longshore.optim.shards import flat, former_of, held_part, is_sharded
 
 if TYPE_CHECKING:
@@ -62,17 +63,45 @@ class ParameterRecord:
         name: the parameter's name in messages.
         parameter: the user's tensor.
         store_factory: decides where its state is.
+        family: the optimizer's rules.
+        group: the parameter group that it is in now.
+
+    Raises:
+        ValueError: a rule of this group cannot step the parameter.
+
+    Attributes:
+        family: the rules by which it is stepped.
+        matrices: how it is divided into matrices; None: its elements are stepped one by one.
     """
 
-    def __init__(self, index: int, name: str, parameter: Tensor, store_factory: StoreFactory) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameter: Tensor,
+        store_factory: StoreFactory,
+        family: RuleFamily,
+        group: Mapping[str, Any],
+    ) -> None:
         # These are fixed.
         self.index = index
         self.name = name
         self.parameter = parameter
+        self.family = family.of(group)
+        self.matrices: MatrixLayout | None = None
+        try:
+            self.matrices = self.family.matrix_layout(group, tuple(parameter.shape))
+        except ValueError as error:
+            raise ValueError(f"parameter {name} {error}") from None
         self._leaf_of = store_factory.leaf_of
         self._is_sharded = is_sharded(parameter)
         self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
+        if self.keeps_shard and self.matrices is not None:
+            raise ValueError(
+                f"parameter {name} is a DTensor, of which this process has a shard, and Muon needs whole matrices: let "
+                "longshore.initialize() shard the model (stage 3), or put it into a group with use_muon=False"
+            )
         former = former_of(parameter)
         self._former = None if former is None else weakref.ref(former)
         self.device = parameter.device

@@ -128,10 +128,11 @@ class RepeatedStep:
                 return False
             if (history := record.history) is not last:
                 if history not in known:
-                    rule = self._family.rule_of(group, history, self._store.arrays)
-                    if not isinstance(rule, Rule) or self._family.initial(history):
+                    family = self._family.of(group)
+                    rule = family.rule_of(group, history, self._store.arrays)
+                    if not isinstance(rule, Rule) or family.initial(history):
                         return False
-                    known[history] = len(found.rules), self._family.after(group, history)
+                    known[history] = len(found.rules), family.after(group, history)
                     found.rules.append(rule)
                 last, (number, following) = history, known[history]
             found.add(at, address, number)

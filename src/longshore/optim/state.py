@@ -40,7 +40,7 @@ class StateOwner(Protocol):
     def members(self) -> set[int]: ...
 
 
-def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: RuleFamily) -> dict[str, Any]:
+def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
     """Check a state that was given for one parameter, and return it as numbers and tensors; entries that are not part
     of any optimizer's state stay as they are.
 
@@ -48,6 +48,7 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: Rul
         ValueError: there is a state of another optimizer, a tensor of another shape, or an invalid step count.
     """
     checked: dict[str, Any] = {}
+    family = record.family
     for key, value in state.items():
         if key in family.entries and (key == "step" or key in family.scalars):
             checked[key] = _number(value, record.name, key)
@@ -109,15 +110,15 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def fill_initial(record: ParameterRecord, store: ParameterStore, family: RuleFamily) -> None:
+def fill_initial(record: ParameterRecord, store: ParameterStore) -> None:
     """Fill the states of a parameter that are not zero before its first step."""
-    for name, value in family.initial(record.history).items():
+    for name, value in record.family.initial(record.history).items():
         store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
 
 
 def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
-    store, family = core.store, core.family
+    store, family = core.store, record.family
     core.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
     if not state.keys() & family.entries:
         return
@@ -125,7 +126,7 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
         core.source.watch([record])
     arrays = state.keys() & {*family.states, MASTER}
     core.have_states(store, arrays)
-    fill_initial(record, store, family)  # those that are not given stay as they are
+    fill_initial(record, store)  # those that are not given stay as they are
     for key in arrays:
         store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history
@@ -134,7 +135,7 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
         state.get("step", history.step),
         history.states
         | (arrays - {MASTER})
-        | (frozenset(store.local.arrays) & {*family.states} - family.optional_states),
+        | ({*store.local.arrays, family.matrix_state} & {*family.states} - family.optional_states),
         tuple((name, state.get(name, value)) for name, value in scalars.items()),
     )
     record.has_state = True
@@ -184,9 +185,6 @@ def loadable_state(
     unknown = sorted(key for key in state_dict["state"] if isinstance(key, int) and key not in set(keys))
     if unknown:
         raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
-    required = {*family.states, *family.scalars} - family.optional_states
-    if family.keeps_step and family.needs_step:
-        required.add("step")
     loadable = {}
     record_of = dict(zip(keys, records, strict=True))
     for key, entries in state_dict["state"].items():
@@ -195,7 +193,11 @@ def loadable_state(
         if not entries:
             loadable[record.index] = {}
             continue
-        loaded = checked_state(record, entries, family)
+        family = record.family
+        required = {*family.states, *family.scalars} - family.optional_states
+        if family.keeps_step and family.needs_step:
+            required.add("step")
+        loaded = checked_state(record, entries)
         if loaded.get("step") == 0 and not record.parameter.requires_grad:
             continue  # torch's Adagrad keeps the state of frozen parameters too
         loadable[record.index] = {
@@ -229,7 +231,7 @@ def _check_groups(
     wrapped = counterparts(_names(groups), {*_names(own)})
     for place, (group, mine) in enumerate(zip(groups, own, strict=True)):
         # Other options have been added to torch's optimizers, and a state without them is an old one.
-        if lacks := sorted({"betas", "momentum"} & family.options.keys() - group.keys()):
+        if lacks := sorted({"betas", "momentum"} & family.of(mine).options.keys() - group.keys()):
             raise ValueError(
                 f"group {place} of the state has no {', '.join(lacks)}: it is another optimizer's (it has "
                 f"{', '.join(group)}); load it with the class that saved it, or begin anew from the weights"
@@ -241,7 +243,14 @@ def _check_groups(
                     f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
                     "build the optimizer with its parameters in the same order"
                 )
-        family.check_group(merged_group(group, mine, defaults, family))
+        merged = merged_group(group, mine, defaults, family)
+        if family.of(merged) is not family.of(mine):
+            raise ValueError(
+                f"group {place} of the state has use_muon={merged.get('use_muon', True)}, and this optimizer's has "
+                f"use_muon={mine.get('use_muon', True)}; build the optimizer with the groups of the one that saved the "
+                "state"
+            )
+        family.check_group(merged)
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -255,6 +264,7 @@ def merged_group(
 
     As in torch, switches that an older torch did not save are off, whatever the optimizer was built with.
     """
+    defaults = {name: value for name, value in defaults.items() if name in own}
     off = dict.fromkeys({"maximize", "nesterov", "decoupled_weight_decay"} & defaults.keys(), False)
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
     fixed = {name: own[name] for name in family.initial_states.values()}

@@ -97,7 +97,7 @@ def differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner
 
 
 def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
-    state |= checked_state(record, {key: state[key] for key in state.keys() & numbers_of(record)}, core.family)
+    state |= checked_state(record, {key: state[key] for key in state.keys() & numbers_of(record)})
     # Before the first step, a master alone is meant; one in a whole state came from another parameter.
     meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, core))
     master = state[MASTER] if meant else None

@@ -353,7 +353,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         core.clipping.loss_scale = state["loss_scale"]
         for key, entries in state["state"].items():
             if record := core.by_id.get(id(key)):
-                write_state(record, core, checked_state(record, entries, core.family))
+                write_state(record, core, checked_state(record, entries))
             else:  # a key of the user's, or a parameter that was taken out of its group
                 self.state[key] = entries
         core.handed_out.touched = {id(key): True for key in state["state"] if id(key) in core.by_id}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import Scale
+from longshore.layout import MatrixLayout
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
@@ -57,6 +58,11 @@ class ShardedStore(ParameterStore):
         first = len(self.ownership.buckets)
         self.local.add_parameters(self.ownership.add(parameters, self._settings.bucket_numel))
         self._gradients.order += range(first, len(self.ownership.buckets))
+
+    def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
+        raise ValueError(
+            "Muon on several ranks is not supported yet, since its matrices would be divided; use longshore.AdamW"
+        )
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.ownership.dtypes

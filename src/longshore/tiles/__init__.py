@@ -2,6 +2,7 @@
 
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
+from longshore.tiles.matrices import MatrixRange
 from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
@@ -18,6 +19,7 @@ __all__ = [
     "Backend",
     "BackendSettings",
     "Forecast",
+    "MatrixRange",
     "OwnedRange",
     "ParameterStep",
     "ParameterStore",

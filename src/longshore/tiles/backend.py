@@ -28,7 +28,7 @@ from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, all
 from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import SpeculationMemory, Speculator
-from longshore.tiles.steps import ParameterStep
+from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import runner_for
 from longshore.transfer import CopyHandle, Transfer, wait_for_all
@@ -93,11 +93,11 @@ class Backend:
 
     Args:
         settings: the settings of this backend.
-        buffer_arrays: number of arrays in each buffer.
+        arrays: names of the arrays of a buffer: ``"master"``, then the states of the optimizer's rule.
         pending_reads: the store's buffers that a snapshot has still to read.
     """
 
-    def __init__(self, settings: BackendSettings, buffer_arrays: int, pending_reads: PendingReads) -> None:
+    def __init__(self, settings: BackendSettings, arrays: tuple[str, ...], pending_reads: PendingReads) -> None:
         transfer, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
@@ -106,6 +106,7 @@ class Backend:
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
+        self.arrays = arrays
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
         """For each parameter, its tiles in this backend, and its segments in them."""
@@ -113,7 +114,7 @@ class Backend:
         self._ring = SlotRing(transfer)
         """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
         memory = allocator_on(kernels.device)
-        self.buffers = BufferPool(buffer_arrays, memory, pending_reads)
+        self.buffers = BufferPool(len(arrays), memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = BufferPool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
@@ -123,7 +124,7 @@ class Backend:
         self._own_masters = isinstance(kernels, HostKernels) and not transfer.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
-        spares = BufferPool(buffer_arrays, memory, pending_reads)
+        spares = BufferPool(len(arrays), memory, pending_reads)
         self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
 
@@ -156,6 +157,20 @@ class Backend:
                 tile.slot = None  # the ring may free it
         if passing:
             self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
+
+    def set_states(self, states: Sequence[str]) -> None:
+        """See :meth:`TileStore.set_states`; no work may be under way."""
+        arrays = (MASTER, *states)
+        if arrays == self.arrays:
+            return
+        rows = [arrays.index(name) for name in self.arrays]
+        self.arrays = arrays
+        for tile in self.tiles:
+            self.speculator.void(tile)
+        self.speculator.set_arrays(len(arrays))
+        self.buffers.set_arrays(len(arrays))
+        for tile in self.tiles:
+            tile.widen_buffer(rows, self.buffers)
 
     def remove(self, parameters: Set[int]) -> None:
         """Forget parameters; a tile of which nothing is left gives its memory back."""

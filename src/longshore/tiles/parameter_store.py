@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import Scale
+from longshore.layout import MatrixLayout
 from longshore.tiles.events import Recorder
 from longshore.tiles.steps import Forecast, OwnedRange, ParameterStep
 from longshore.tiles.store import TileStore
@@ -37,6 +38,11 @@ class ParameterStore(Protocol):
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``, in forward's order if it is known: gradients come in reverse order."""
+
+    @abstractmethod
+    def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
+        """Announce that some of the parameters that are added next are matrices, whose one array beside the master is
+        ``state``."""
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...

@@ -29,7 +29,7 @@ class StateSnapshot:
 
     Args:
         pending_reads: the store's set of unread buffers; these buffers are in it until they have been read.
-        rows: the row of each array in a buffer with a master.
+        arrays: for each key, the names of the arrays of a buffer with a master.
         parts: for each key, its buffers and its segments in them.
         reads: everything that will be read; each entry is read once, and all from one thread.
     """
@@ -37,12 +37,12 @@ class StateSnapshot:
     def __init__(
         self,
         pending_reads: PendingReads,
-        rows: Mapping[str, int],
+        arrays: Mapping[int, Sequence[str]],
         parts: Mapping[int, Sequence[tuple[Tensor, SegmentLayout]]],
         reads: Sequence[Read],
     ) -> None:
         self._pending_reads = pending_reads
-        self._rows = rows
+        self._arrays = arrays
         self._parts = parts
         buffers = [buffer for key, _ in reads for buffer, _ in parts[key]]
         self._buffers = {buffer.data_ptr(): buffer for buffer in buffers}
@@ -51,7 +51,8 @@ class StateSnapshot:
 
     def read_range(self, key: int, which: str) -> Tensor:
         """Return one array of a parameter of the store: float32, flat, on the CPU."""
-        behind = self._rows[which] - len(self._rows)  # a buffer may lack the master, its first array
+        arrays = self._arrays[key]
+        behind = arrays.index(which) - len(arrays)  # a buffer may lack the master, its first array
         parts = [buffer[behind, segment.in_buffer] for buffer, segment in self._parts[key]]
         # The result is a finished copy: cat() copies even a single tensor, and cpu() waits.
         values = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float32, device="cpu")

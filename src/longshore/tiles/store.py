@@ -15,26 +15,19 @@ from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.kernels import Scale, total_of_blocks
-from longshore.tiles.backend import Active, Backend, BackendSettings, divided
-from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
-from longshore.tiles.memory import PendingReads
+from longshore.tiles.backend import Active, BackendSettings
+from longshore.tiles.backends import Backends
+from longshore.tiles.events import DISCARD, NORM, Recorder
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.speculation import SpeculationRecord
 from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
-from longshore.tiles.tile import Range, Segment, Tile, TileEvent, TileState, laid_out
+from longshore.tiles.tile import Tile, TileEvent, TileState
 
 
-class TileStore:
+class TileStore(Backends):
     """Tiles of one process, and the backends that keep and step them; a :class:`ParameterStore`.
 
-    Args:
-        settings: settings of the backend that keeps the state.
-        gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
-        on_device: settings of a backend on the device for the first parameters. Their gradients come last, when little
-            of backward is left to overlap with a copy or a step. One parameter may be divided over both backends.
-        ratio: share of the elements whose state is kept by the backend of ``settings``.
-        values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
-            master where it is stepped in place.
+    Arguments are those of :class:`Backends`.
     """
 
     def __init__(
@@ -45,25 +38,8 @@ class TileStore:
         ratio: float = 1.0,
         values_of: Callable[[int], Tensor] | None = None,
     ) -> None:
-        # Fixed.
-        self.local = self
-        self._gradient_dtype = gradient_dtype
-        self._ratio = ratio
-        self._values_of = values_of
-        # Grow with parameters.
-        self.arrays: tuple[str, ...] = (MASTER,)
-        """The names of a buffer's arrays: ``"master"``, then the states of the optimizer's rule."""
-        self.tiles: list[Tile] = []
-        self._pending_reads = PendingReads()
-        self.backend = Backend(settings, len(self.arrays), self._pending_reads)
-        """The only backend whose events recorders receive; a device profiler shows the kernels of the other one."""
-        self.backends: tuple[Backend, ...] = (self.backend,)
-        if on_device is not None:
-            self.backends = (Backend(on_device, len(self.arrays), self._pending_reads), self.backend)
-        self.transfer = settings.transfer
-        self.kernels = settings.kernels
-        self.recorder: Recorder = NO_RECORDER
-        self.recorders: tuple[Recorder, ...] = ()
+        super().__init__(settings, gradient_dtype, on_device, ratio, values_of)
+        self.local = self  # fixed
         # Changes when a commit, or the loading of a checkpoint, ends half way.
         self.broken: BaseException | None = None
         # Change with each window. Several autograd threads may bring gradients of one tile.
@@ -71,78 +47,19 @@ class TileStore:
         self._failure: BaseException | None = None
         """The error because of which the window cannot be stepped."""
 
-    def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
-        """Yield the tiles of a parameter, each with its backend and the parameter's segment."""
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                yield backend, tile, segment
-
-    def _kept(self, parameter: int, which: str, own_masters: bool = True) -> Iterator[tuple[Backend, Segment, Tensor]]:
-        """Yield the parts of one array of a parameter, in state buffers, which may not have been made before a step, or
-        (unless not ``own_masters``) in the parameter that is its own master."""
-        row = self.arrays.index(which)
-        for backend, tile, segment in self._placed(parameter):
-            buffer = tile.have_buffer(backend.buffers)
-            if not (tile.own_master and which == MASTER):
-                yield backend, segment, buffer[row - tile.own_master, segment.layout.in_buffer]
-            elif own_masters and self._values_of is not None:
-                yield backend, segment, segment.part_of(self._values_of(parameter))
-
-    # -- layout ---------------------------------------------------------------
-
     def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them; arrays that later calls add are zero."""
-        arrays = (MASTER, *states)
-        if arrays == self.arrays:
+        """Name the state arrays of parameters that are no matrices, in the order in which the rule reads them; arrays
+        that later calls add are zero."""
+        if (MASTER, *states) == self.arrays:
             return
-        rows = [arrays.index(name) for name in self.arrays]
-        self.arrays = arrays
         self._drain()
         for backend in self.backends:
-            for tile in backend.tiles:
-                backend.speculator.void(tile)
-            backend.speculator.set_arrays(len(arrays))
-            backend.buffers.set_arrays(len(arrays))
-            for tile in backend.tiles:
-                tile.widen_buffer(rows, backend.buffers)
-
-    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        kept, rest = divided(parameters, self._ratio)
-        if len(self.backends) > 1:
-            self._add(self.backends[0], kept)
-        self._add(self.backend, rest)
-
-    def _add(self, backend: Backend, ranges: Sequence[Range]) -> None:
-        for index, *_ in ranges:
-            backend.parts[index] = []
-        masters = self._values_of is not None and backend is self.backend
-        first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
-        added = [
-            Tile(layout, dtype, self._gradient_dtype or dtype, backend.outputs_of(dtype, masters))
-            for dtype, layout in laid_out(ranges, backend.tile_numel, first)
-        ]
-        for tile in added if backend is self.backend else ():
-            tile.recorder = self.recorder
-        self.tiles += added
-        backend.add(added)
-
-    def __contains__(self, parameter: int) -> bool:
-        return parameter in self.backend.parts
+            if backend is not self.matrices:
+                backend.set_states(states)
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
-            self.recorders = tuple(recorders)
-            self.recorder = self.backend.set_recorders(self.recorders)
-
-    def host_bytes(self) -> dict[str, int]:
-        """Return the host bytes by kind, which are counted, not measured."""
-        counted = self.backend.state_bytes()
-        return counted if self.backend.on_host else dict.fromkeys(counted, 0)
-
-    def device_bytes(self) -> dict[str, int]:
-        """Return the device bytes by kind, which are counted, not measured."""
-        backend = self.backends[0]
-        return {} if len(self.backends) == 1 and backend.on_host else backend.state_bytes()
+            self._record(tuple(recorders))
 
     # -- the accumulation window ----------------------------------------------
 
@@ -331,7 +248,11 @@ class TileStore:
             ]
             for parameter in {parameter for parameter, _ in reads}
         }
-        return StateSnapshot(self._pending_reads, {name: row for row, name in enumerate(self.arrays)}, buffers, reads)
+        arrays = {
+            parameter: next((backend.arrays for backend, _, _ in self._placed(parameter)), self.arrays)
+            for parameter in buffers
+        }
+        return StateSnapshot(self._pending_reads, arrays, buffers, reads)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()

@@ -185,6 +185,8 @@ class Transfer(ABC):
     """
 
     staged: bool
+    device = torch.device("cpu")
+    """Where the parameters compute."""
 
     @property
     def publishes(self) -> bool:

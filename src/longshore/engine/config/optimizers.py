@@ -49,7 +49,7 @@ def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
     return create_model(f"{kind.__name__}Config", __base__=OptimizerModel, __module__=module, __doc__=summary, **fields)
 
 
-OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items()}
+OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items() if kind.in_files}
 
 if TYPE_CHECKING:
     OptimizerConfig = OptimizerModel
@@ -73,7 +73,7 @@ _CLIENT = "construct it and pass it as initialize(optimizer=...); elementwise on
 REFUSED_OPTIMIZERS: dict[str | int, str] = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSED),
     "lamb": f"{_SHAPES}; use AdamW",
-    "muon": f"{_SHAPES}; use AdamW, or Muon in plain torch",
+    "muon": "its groups depend on the model: pass initialize(optimizer=longshore.Muon(groups))",
     "adafactor": f"{_SHAPES}; use AdamW, or Lion for less state",
     "lbfgs": "it calls the model several times a step; use torch.optim.LBFGS without longshore",
     "sparseadam": "sparse gradients are refused; make the embedding with sparse=False and use Adam",

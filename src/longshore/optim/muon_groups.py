@@ -1,0 +1,117 @@
+"""The usual parameter groups for Muon: hidden matrices, and what AdamW steps."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from longshore.optim.rules.muon import Split, matrix_layout
+
+_HEADS = ("lm_head", "head", "output", "output_layer", "classifier", "score", "unembed", "unembedding", "embed_out")
+"""Names of the modules that compute what a model returns, in libraries and in scripts."""
+_FUSED = ("qkv", "query_key_value", "c_attn", "in_proj", "gate_up", "fused")
+"""Parts of names of parameters that hold several matrices."""
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    split: Mapping[str, Split | Mapping[str, Any]] | None = None,
+    others: Sequence[str] = (),
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    show: bool = True,
+) -> list[dict[str, Any]]:
+    """Return the usual groups of a model for :class:`~longshore.Muon`, and print them.
+
+    Muon steps the matrices; AdamW steps embeddings, the head (also one that is tied to an embedding) and everything of
+    another shape. Norms, biases and other vectors have no weight decay. Frozen parameters are in no group.
+
+    Args:
+        model: the model.
+        split: which parameters hold several matrices: patterns of parameter names (``"*.qkv.weight"``, as in a shell),
+            each with what a group of :class:`~longshore.Muon` has as its ``split``, or with a dictionary of ``split``
+            and ``split_dim``. None: a name that looks so is one matrix nevertheless.
+        others: patterns of the names of further parameters that AdamW is to step.
+        muon: options of the groups of matrices, such as ``{"lr": 0.02}``.
+        adamw: options of the other groups.
+        show: print a line for each group.
+
+    Raises:
+        ValueError: a pattern fits no parameter; or a parameter looks as if it held several matrices, and neither
+            ``split`` nor ``others`` says what to do with it.
+    """
+    split, adamw = dict(split or {}), dict(adamw or {})
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for pattern in (*split, *others):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+            raise ValueError(f"{pattern!r} is the name of no trained parameter of the model")
+    outer = _embeddings_and_heads(model)
+    matrices: dict[str, tuple[dict[str, Any], list[tuple[str, Tensor]]]] = {}
+    tables: list[tuple[str, Tensor]] = []
+    vectors: list[tuple[str, Tensor]] = []
+    for name, parameter in named.items():
+        how = next((value for pattern, value in split.items() if fnmatch.fnmatchcase(name, pattern)), _UNSAID)
+        other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
+        if other or (how is _UNSAID and (id(parameter) in outer or parameter.ndim not in (2, 3))):
+            (vectors if parameter.ndim < 2 else tables).append((name, parameter))
+            continue
+        options = _options_of(how, name, parameter)
+        matrices.setdefault(repr(options), (options, []))[1].append((name, parameter))
+    groups = [
+        {"params": members, "use_muon": True, **(muon or {}), **options} for options, members in matrices.values()
+    ]
+    if tables:
+        groups.append({"params": tables, "use_muon": False, **adamw})
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False, **adamw, "weight_decay": 0.0})
+    for group in groups if show else ():
+        print(_line(group))
+    return groups
+
+
+_UNSAID = object()
+
+
+def _embeddings_and_heads(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each parameter of an embedding or of the model's head."""
+    found = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    found += [each for name, each in model.named_modules() if name.rpartition(".")[2] in _HEADS]
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
+    found += [output] if isinstance(output, nn.Module) else []
+    return {id(parameter) for module in found for parameter in module.parameters()}
+
+
+def _options_of(how: Any, name: str, parameter: Tensor) -> dict[str, Any]:
+    """Return the options ``split`` and ``split_dim`` of a group for a parameter."""
+    said = f"say split={{{name!r}: ...}} in longshore.muon_groups(), or others=[{name!r}] for AdamW"
+    if how is _UNSAID:
+        if parameter.ndim == 3:
+            raise ValueError(
+                f"parameter {name} is {list(parameter.shape)}: a stack of matrices ('stack'), or none; {said}"
+            )
+        if any(part in name.lower() for part in _FUSED):
+            raise ValueError(
+                f"parameter {name}, {list(parameter.shape)}, looks as if it held several matrices; {said} (a number of "
+                "blocks, their sizes, or None if it is one matrix)"
+            )
+        return {}
+    options = dict(how) if isinstance(how, Mapping) else {} if how is None else {"split": how}
+    try:
+        matrix_layout(tuple(parameter.shape), options.get("split"), options.get("split_dim", 0))
+    except ValueError as error:
+        raise ValueError(f"parameter {name} {error}") from None
+    return options
+
+
+def _line(group: Mapping[str, Any]) -> str:
+    """Describe a group."""
+    members = group["params"]
+    numel = sum(parameter.numel() for _, parameter in members)
+    kind = "Muon " if group["use_muon"] else "AdamW"
+    options = ", ".join(f"{name}={value}" for name, value in group.items() if name not in ("params", "use_muon"))
+    names = ", ".join(name for name, _ in members[:3]) + (", ..." if len(members) > 3 else "")
+    return f"{kind}  {len(members):4} tensors  {numel:14,} elements  {f'({options})  ' if options else ''}{names}"

@@ -1,0 +1,69 @@
+"""Mutants of Muon."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUON = "tests/optim/test_muon.py"
+
+MUTANTS = [
+    Mutant(
+        "half a matrix is made orthogonal",
+        "tiles/matrix_exchange.py",
+        "            return self.rule.transform(shaped).view(-1)\n",
+        "            half = shaped.shape[0] // 2\n"
+        "            parts = [each for each in (shaped[:half], shaped[half:]) if each.numel()]\n"
+        "            return torch.cat([self.rule.transform(each.contiguous()) for each in parts]).view(-1)\n",
+        (MUON,),
+    ),
+    Mutant(
+        "fused matrices are made orthogonal together",
+        "tiles/matrix_exchange.py",
+        "        if len(self.layout.blocks) == 1:\n",
+        "        if len(self.layout.blocks) >= 1:\n",
+        (MUON,),
+    ),
+    Mutant(
+        "clipping comes after the momentum",
+        "tiles/matrices.py",
+        "[rule], scale, Outputs.WRITTEN)",
+        "[rule], UNSCALED, Outputs.WRITTEN)",
+        (MUON,),
+    ),
+    Mutant(
+        "the momentum is bfloat16",
+        "tiles/matrices.py",
+        "        self._pass(tile, tile.buffer[-1:], [row]",
+        "        tile.buffer[-1:] = tile.buffer[-1:].bfloat16().float()\n"
+        "        self._pass(tile, tile.buffer[-1:], [row]",
+        (MUON,),
+    ),
+    Mutant(
+        "weights decay twice",
+        "optim/rules/muon.py",
+        "decay=1 - self.lr * self.weight_decay)",
+        "decay=(1 - self.lr * self.weight_decay) ** 2)",
+        (MUON,),
+    ),
+    Mutant(
+        "weights decay by the adjusted learning rate",
+        "optim/rules/muon.py",
+        "decay=1 - self.lr * self.weight_decay)",
+        "decay=1 - self.lr * ratio * self.weight_decay)",
+        (MUON,),
+    ),
+    Mutant(
+        "all blocks of a fused matrix have the learning rate of the first",
+        "tiles/matrices.py",
+        "output[here], layout.blocks.index(block))",
+        "output[here], 0)",
+        (MUON,),
+    ),
+    Mutant(
+        "the update of a matrix in several tiles is that of its first one",
+        "tiles/matrices.py",
+        "update[part.in_piece]",
+        "update[: segment.layout.numel]",
+        (MUON,),
+    ),
+]

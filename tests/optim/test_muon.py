@@ -1,0 +1,469 @@
+"""Muon: the weights of torch.optim.Muon, and of AdamW for what is no matrix, in a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from plain_muon import PlainMuon, parts_of
+from support import same_weights, simulated
+from torch import Tensor, nn
+
+import longshore
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROOT = 24
+
+
+class Model(nn.Module):
+    """Matrices that are tall, wide and square, fused projections, a stack of experts, and what is no matrix."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, ROOT)
+        self.qkv = nn.Linear(ROOT, 3 * ROOT)
+        self.grouped = nn.Linear(ROOT, ROOT + 2 * 6)
+        self.columns = nn.Parameter(torch.randn(ROOT, 2 * ROOT) * 0.2)
+        self.tall = nn.Linear(ROOT, 50)
+        self.wide = nn.Linear(50, ROOT, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, ROOT, ROOT) * 0.2)
+        self.norm = nn.LayerNorm(ROOT)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + torch.sigmoid(q) * k + v
+        x = x + self.grouped(x)[..., :ROOT] * self.grouped(x)[..., ROOT:].mean()
+        x = x + (x @ self.columns)[..., ROOT:].tanh()
+        x = x + self.wide(torch.relu(self.tall(x)))
+        return x + torch.einsum("...i,eij->...j", x, self.experts)
+
+
+def build(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(3)
+    return Model(dtype)
+
+
+def groups_of(model: Model) -> list[dict[str, Any]]:
+    vectors = [each for each in model.parameters() if each.ndim == 1]
+    return [
+        {"params": [model.tall.weight, model.wide.weight], "lr": 0.03, "weight_decay": 0.2},
+        {"params": [model.qkv.weight], "split": 3, "adjust_lr_fn": "match_rms_adamw"},
+        {"params": [model.grouped.weight], "split": [30, 3, 3]},
+        {"params": [model.columns], "split": 2, "split_dim": 1, "nesterov": False},
+        {"params": [model.experts], "split": "stack", "momentum": 0.4},
+        {"params": [model.embedding.weight, *vectors], "use_muon": False, "lr": 3e-3, "weight_decay": 0.1},
+    ]
+
+
+def plain_of(model: Model, **options: Any) -> PlainMuon:
+    groups = groups_of(model)
+    groups[-1] |= {"betas": (0.9, 0.999), "eps": 1e-8}
+    return PlainMuon(groups, **{"lr": 0.02, **options})
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (5, 7), generator=generator)
+    model(tokens).float().square().sum().backward()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "in_place": {},
+    "released": {"release_gradients": True},
+    "copied": {"offload": simulated(tile_numel=300)},
+    "copied_in_one_tile": {"offload": simulated(tile_numel=1 << 20)},
+    "copied_and_released": {"release_gradients": True, "offload": simulated(tile_numel=300)},
+    "most_on_the_device": {"offload": replace(simulated(tile_numel=300), ratio=0.5)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_those_of_the_plain_loop(dtype: torch.dtype, kind: str) -> None:
+    plain_model, model = build(dtype), build(dtype)
+    plain = plain_of(plain_model)
+    with pytest.warns(UserWarning, match=r"ratio") if kind == "most_on_the_device" else contextlib.nullcontext():
+        optimizer = longshore.Muon(groups_of(model), lr=0.02, **KINDS[kind])
+    gradients: dict[nn.Parameter, Tensor] = {}
+    for step in range(6):
+        for backwards in range(1 + step % 2):
+            for each in (plain_model, model):
+                backward(each, 10 * step + backwards)
+            if "released" in kind:  # later gradients are added in float32
+                _add(gradients, plain_model)
+        if "released" in kind:
+            plain.step(gradients)
+            gradients.clear()
+        else:
+            plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model), step
+    assert torch.equal(optimizer.state[model.tall.weight]["momentum_buffer"], plain.momentum(plain_model.tall.weight))
+    assert list(optimizer.state[model.tall.weight]) == ["momentum_buffer", *["master"] * (dtype != torch.float32)]
+    assert list(optimizer.state[model.norm.weight])[:3] == ["step", "exp_avg", "exp_avg_sq"]
+
+
+def _add(gradients: dict[nn.Parameter, Tensor], model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        former = gradients.get(parameter)
+        gradients[parameter] = parameter.grad.float() if former is None else former + parameter.grad.float()
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", ["in_place", "copied_and_released"])
+def test_clipping_comes_before_the_momentum_and_counts_all_gradients(kind: str) -> None:
+    """DeepSpeed #8439: each update was divided by its own norm."""
+    plain_model, model = build(), build()
+    plain = plain_of(plain_model)
+    optimizer = longshore.Muon(groups_of(model), lr=0.02, **KINDS[kind])
+    for step in range(4):
+        for each in (plain_model, model):
+            backward(each, step)
+        norm = optimizer.clip_grad_norm_(0.5)
+        assert norm > 0.5
+        gradients = [each.grad for each in plain_model.parameters() if each.grad is not None]
+        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients))
+        plain.step_on_grads(scale=float(0.5 / (norm + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model), step
+
+
+@pytest.mark.parametrize("kind", ["in_place", "copied", "copied_and_released"])
+def test_idle_matrices_keep_everything(kind: str) -> None:
+    """A matrix that is used in some windows only, as experts are."""
+    plain_model, model = build(torch.bfloat16), build(torch.bfloat16)
+    plain = plain_of(plain_model)
+    optimizer = longshore.Muon(groups_of(model), lr=0.02, **KINDS[kind])
+    for step, idle in enumerate([("experts", "tall.weight"), (), ("qkv.weight", "tall.weight"), ("columns",)]):
+        for each in (plain_model, model):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(name not in idle)
+            backward(each, step)
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model), step
+
+
+def test_writes_between_steps_are_seen() -> None:
+    plain_model, model = build(torch.bfloat16), build(torch.bfloat16)
+    plain = plain_of(plain_model)
+    optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=simulated(tile_numel=300))
+    for step in range(4):
+        for each in (plain_model, model):
+            backward(each, step)
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in (plain_model, model):
+            each.wide.weight.data.clamp_(-0.1, 0.1)
+            each.experts.data[1].mul_(0.5)
+        for parameter, masters, group in plain._matrices:  # what was not written keeps its digits
+            for part, master in zip(parts_of(parameter.detach(), group), masters, strict=True):
+                with torch.no_grad():
+                    master.copy_(torch.where(master.bfloat16() == part, master, part.float()))
+    assert same_weights(plain_model, model)
+
+
+def test_schedulers_and_options_of_groups_count_at_each_step() -> None:
+    plain_model, model = build(), build()
+    plain = plain_of(plain_model)
+    optimizer = longshore.Muon(groups_of(model), lr=0.02)
+    for step in range(4):
+        for each in (plain_model, model):
+            backward(each, step)
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        muon = plain.muon.param_groups
+        for ours, theirs in zip(optimizer.param_groups, [*muon, plain.others.optimizer.param_groups[0]], strict=True):  # pyright: ignore
+            ours["lr"] = theirs["lr"] = theirs["lr"] * 0.7
+        optimizer.param_groups[0]["momentum"] = muon[0]["momentum"] = 0.5
+        optimizer.param_groups[1]["ns_steps"] = muon[1]["ns_steps"] = 3
+        optimizer.param_groups[2]["eps"] = muon[2]["eps"] = 10.0
+    assert same_weights(plain_model, model)
+
+
+# -- state --------------------------------------------------------------------
+
+
+def simple(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(9, 20, bias=False), nn.Tanh(), nn.Linear(20, 9, bias=False)).to(dtype)
+
+
+def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    model(torch.randn(4, 9, generator=generator)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("to_torch", [False, True])
+def test_states_go_to_torchs_muon_and_come_from_it(to_torch: bool) -> None:
+    model, other, straight = simple(), simple(), simple()
+    kinds = (longshore.Muon, torch.optim.Muon) if to_torch else (torch.optim.Muon, longshore.Muon)
+    first = kinds[0](model.parameters(), lr=0.02)
+    whole = torch.optim.Muon(straight.parameters(), lr=0.02)
+    for step in range(6):
+        step_on(straight, whole, step)
+    for step in range(3):
+        step_on(model, first, step)
+    second = kinds[1](other.parameters(), lr=7.0)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(model.state_dict())
+    for step in range(3, 6):
+        step_on(other, second, step)
+    assert same_weights(straight, other)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+def test_a_whole_state_goes_on(how: str) -> None:
+    model, straight = build(torch.bfloat16), build(torch.bfloat16)
+    ours, whole = (longshore.Muon(groups_of(each), lr=0.02) for each in (model, straight))
+    for step in range(4):
+        backward(straight, step)
+        whole.step()
+        whole.zero_grad()
+    for step in range(2):
+        backward(model, step)
+        ours.step()
+        ours.zero_grad()
+    if how == "state_dict":
+        again = longshore.Muon(groups_of(model), lr=5.0)
+        again.load_state_dict(ours.state_dict())
+    else:
+        both = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}[how]
+        model, again = both((model, ours))
+    for step in range(2, 4):
+        backward(model, step)
+        again.step()
+        again.zero_grad()
+    assert same_weights(straight, model)
+    assert [group["use_muon"] for group in again.param_groups] == [True] * 5 + [False]
+
+
+def test_an_edited_momentum_counts() -> None:
+    plain_model, model = simple(), simple()
+    plain, ours = torch.optim.Muon(plain_model.parameters(), lr=0.02), longshore.Muon(model.parameters(), lr=0.02)
+    for step in range(4):
+        for each, optimizer in ((plain_model, plain), (model, ours)):
+            step_on(each, optimizer, step)
+            optimizer.state[each[0].weight]["momentum_buffer"].mul_(0.3)
+    assert same_weights(plain_model, model)
+
+
+def test_host_memory_is_that_of_master_and_momentum() -> None:
+    model = build(torch.bfloat16)
+    optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=simulated())
+    backward(model, 0)
+    optimizer.step()
+    matrices = optimizer._core.store.local.matrices
+    assert matrices is not None
+    numel = sum(tile.layout.buffer_numel for tile in matrices.tiles)
+    assert matrices.state_bytes()["state"] == 8 * numel
+    largest = max(each.numel() for each in (model.qkv.weight, model.experts, model.tall.weight))
+    assert matrices.state_bytes()["staging"] - matrices._ring.allocated_bytes == 2 * 2 * largest
+    assert optimizer.host_bytes()["state"] == 8 * numel + 12 * sum(
+        tile.layout.buffer_numel for tile in optimizer._core.store.local.backend.tiles
+    )
+
+
+# -- what is refused ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {}, r"parameter here is \[3\], and Muon steps matrices: put it into a group with use_muon=False"),
+        ((2, 3, 4), {}, r"split='stack'"),
+        ((4, 3), {"split": "stack"}, "for three dimensions"),
+        ((4, 3), {"split": 3}, "cannot be divided into 3 equal blocks"),
+        ((4, 3), {"split": [1, 2]}, r"blocks of \[1, 2\] are not its dimension 0"),
+        ((4, 3), {"split": [1, 2], "split_dim": 1}, "all of one size"),
+        ((4, 3), {"split": "rows"}, "'stack', not 'rows'"),
+        ((4, 3), {"split": True}, "not True"),
+        ((4, 3), {"split": 2, "split_dim": 2}, "split_dim is 0 or 1"),
+        ((4, 3), {"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
+        ((4, 3), {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is three numbers"),
+        ((4, 3), {"adjust_lr_fn": "spectral"}, "'match_rms_adamw', not 'spectral'"),
+        ((4, 3), {"momentum": -0.1}, "momentum must not be negative"),
+    ],
+)
+def test_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    parameter = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ValueError, match=message):
+        longshore.Muon([{"params": [("here", parameter)], **options}])
+    good = longshore.Muon([("good", nn.Parameter(torch.ones(2, 2)))])
+    with pytest.raises(ValueError, match=message):
+        good.add_param_group({"params": [("here", parameter)], **options})
+    assert len(good.param_groups) == 1
+
+
+def test_a_matrix_that_changes_its_group_or_its_blocks_is_refused() -> None:
+    model = build()
+    optimizer = longshore.Muon(groups_of(model), lr=0.02)
+    optimizer.param_groups[1]["split"] = 2
+    backward(model, 0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(longshore.ParameterError, match=r"was laid out as 3 matrices of \[24, 24\].* now"):
+        optimizer.step()
+    optimizer.param_groups[1]["split"] = 3
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[-1]["params"].append(moved)
+    with pytest.raises(longshore.ParameterError, match="makes it no matrix now"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_of_the_other_kind_is_refused() -> None:
+    model = simple()
+    muon = longshore.Muon(model.parameters(), lr=0.02)
+    adamw = longshore.Muon([{"params": list(simple().parameters()), "use_muon": False}])
+    with pytest.raises(ValueError, match="has no momentum: it is another optimizer's"):
+        muon.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="has no momentum: it is another optimizer's"):
+        muon.load_state_dict(longshore.AdamW(simple().parameters()).state_dict())
+
+
+def test_a_state_whose_group_says_another_kind_is_refused() -> None:
+    muon = longshore.Muon(simple().parameters(), lr=0.02)
+    saved = muon.state_dict()
+    saved["param_groups"][0] |= {"use_muon": False, "betas": (0.9, 0.999)}
+    with pytest.raises(ValueError, match="use_muon=False, and this optimizer's has use_muon=True"):
+        muon.load_state_dict(saved)
+
+
+def test_torchs_muon_is_taken_over() -> None:
+    model, straight = simple(), simple()
+    plain = torch.optim.Muon(model.parameters(), lr=0.02)
+    step_on(model, plain, 0)
+    again = longshore.from_client(plain)
+    assert isinstance(again, longshore.Muon)
+    whole = torch.optim.Muon(straight.parameters(), lr=0.02)
+    step_on(straight, whole, 0)
+    for step in range(1, 3):
+        step_on(model, again, step)
+        step_on(straight, whole, step)
+    assert same_weights(straight, model)
+
+
+def test_adamw_groups_have_adamws_defaults_and_nothing_of_muons() -> None:
+    model = build()
+    optimizer = longshore.Muon(
+        [{"params": [model.tall.weight]}, {"params": [model.norm.weight], "use_muon": False}], lr=0.5, weight_decay=0.7
+    )
+    adamw = longshore.AdamW([nn.Parameter(torch.ones(2))]).param_groups[0]
+    ours = {name: value for name, value in optimizer.param_groups[1].items() if name not in ("params", "use_muon")}
+    assert ours == {name: value for name, value in adamw.items() if name != "params"}
+
+
+def test_a_failed_transformation_breaks_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The momentum has been stepped by then; nothing goes on as if it had not."""
+    model = simple()
+    optimizer = longshore.Muon(model.parameters(), lr=0.02)
+    step_on(model, optimizer, 0)
+    monkeypatch.setattr("longshore.optim.rules.muon.newton_schulz", _fail)
+    model(torch.ones(1, 9)).sum().backward()
+    with pytest.raises(RuntimeError, match="no memory"):
+        optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(longshore.BrokenStateError):
+        optimizer.step()
+
+
+def _fail(*_: object) -> Tensor:
+    raise RuntimeError("no memory")
+
+
+def test_empty_and_thin_matrices() -> None:
+    torch.manual_seed(0)
+    shapes = ((0, 4), (1, 7), (7, 1), (1, 1), (300, 2))
+    plain_parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    parameters = [nn.Parameter(each.detach().clone()) for each in plain_parameters]
+    plain, ours = torch.optim.Muon(plain_parameters[1:], lr=0.1), longshore.Muon(parameters, lr=0.1)
+    for step in range(3):
+        for one, other in zip(plain_parameters, parameters, strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            other.grad = one.grad.clone()
+        plain.step()
+        ours.step()
+    for one, other in zip(plain_parameters, parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+# -- the usual groups ---------------------------------------------------------
+
+
+class Language(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 8)
+        self.block = nn.ModuleDict({"qkv": nn.Linear(8, 24), "up": nn.Linear(8, 16), "norm": nn.LayerNorm(8)})
+        self.experts = nn.Parameter(torch.zeros(2, 8, 8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.lm_head = nn.Linear(8, 10, bias=False)
+        if tied:
+            self.lm_head.weight = self.tokens.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_usual_groups(tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Language(tied)
+    split = {"*.qkv.weight": 3, "experts": "stack"}
+    groups = longshore.muon_groups(model, split=split, muon={"lr": 0.02}, adamw={"lr": 1e-3, "weight_decay": 0.1})
+    tables = ["tokens.weight"] if tied else ["tokens.weight", "lm_head.weight"]
+    vectors = ["block.qkv.bias", "block.up.bias", "block.norm.weight", "block.norm.bias"]
+    assert [[name for name, _ in group.pop("params")] for group in map(dict, groups)] == [
+        ["experts"],
+        ["block.qkv.weight"],
+        ["block.up.weight"],
+        tables,
+        vectors,
+    ]
+    assert [{name: value for name, value in group.items() if name != "params"} for group in groups] == [
+        {"use_muon": True, "lr": 0.02, "split": "stack"},
+        {"use_muon": True, "lr": 0.02, "split": 3},
+        {"use_muon": True, "lr": 0.02},
+        {"use_muon": False, "lr": 1e-3, "weight_decay": 0.1},
+        {"use_muon": False, "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 5
+    assert printed[0].split() == ["Muon", "1", "tensors", "128", "elements", "(lr=0.02,", "split=stack)", "experts"]
+    longshore.Muon(groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"parameter experts is \[2, 8, 8\]: a stack of matrices"),
+        ({"split": {"experts": "stack"}}, r"block.qkv.weight, \[24, 8\], looks as if it held several matrices"),
+        ({"split": {"experts": "stack", "*qkv.weight": 5}}, "cannot be divided into 5 equal blocks"),
+        ({"others": ["*.nothing"]}, r"'\*.nothing' is the name of no trained parameter"),
+    ],
+)
+def test_what_muon_groups_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        longshore.muon_groups(Language(False), show=False, **options)
+
+
+def test_what_looks_fused_may_be_one_matrix_or_adamws(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = longshore.muon_groups(Language(False), split={"*qkv*t": None}, others=["experts"], show=False)
+    assert [[name for name, _ in group["params"]] for group in groups[:2]] == [
+        ["block.qkv.weight", "block.up.weight"],
+        ["experts", "tokens.weight", "lm_head.weight"],
+    ]
+    assert capsys.readouterr().out == ""

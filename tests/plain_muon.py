@@ -1,0 +1,88 @@
+"""Plain PyTorch's Muon and AdamW on float32 masters, which longshore's Muon is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from support import PlainLoop
+from torch import Tensor, nn
+from torch.optim import _muon  # pyright: ignore
+
+_newton_schulz = _muon._zeropower_via_newtonschulz  # pyright: ignore
+
+
+class PlainMuon:
+    """``torch.optim.Muon`` on the matrices and ``torch.optim.AdamW`` on the rest, stepped on float32 masters.
+
+    Args:
+        groups: as for ``longshore.Muon``; a group with ``split`` has a master for each matrix.
+        on: device on which matrices are made orthogonal, by torch's own function; everything else is on the CPU.
+        defaults: options of ``torch.optim.Muon``.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], on: torch.device | None = None, **defaults: Any) -> None:
+        self._on = on
+        self._matrices: list[tuple[nn.Parameter, list[Tensor], Mapping[str, Any]]] = []
+        muon_groups, others = [], []
+        for group in groups:
+            options = {name: value for name, value in group.items() if name not in ("params", "use_muon")}
+            if not group.get("use_muon", True):
+                others.append({**options, "params": list(group["params"])})
+                continue
+            masters: list[Tensor] = []
+            for parameter in group["params"]:
+                parts = [part.clone().requires_grad_() for part in parts_of(parameter.detach().float(), group)]
+                self._matrices.append((parameter, parts, group))
+                masters += parts
+            torchs = {name: value for name, value in options.items() if not name.startswith("split")}
+            muon_groups.append({**torchs, "params": masters})
+        self.muon = torch.optim.Muon(muon_groups, **defaults)
+        self.others = PlainLoop(others) if others else None
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[nn.Parameter, Tensor | None], scale: float = 1.0) -> None:
+        """One step on these gradients, multiplied in float32 by ``scale``; None: idle."""
+        factor = torch.tensor(scale, dtype=torch.float32)
+        for parameter, masters, group in self._matrices:
+            gradient = gradients[parameter]
+            parts = [None] * len(masters) if gradient is None else parts_of(gradient.detach().float() * factor, group)
+            for master, part in zip(masters, parts, strict=True):
+                master.grad = None if part is None else part.contiguous()
+        with mock.patch.object(_muon, "_zeropower_via_newtonschulz", self._newton_schulz):
+            self.muon.step()
+        for parameter, masters, group in self._matrices:
+            if gradients[parameter] is not None:
+                for target, master in zip(parts_of(parameter, group), masters, strict=True):
+                    target.copy_(master)
+        if self.others is not None:
+            self.others.step([gradients[each] for each in self.others.parameters], scale)
+
+    def _newton_schulz(self, gradient: Tensor, *arguments: Any) -> Tensor:
+        if self._on is None:
+            return _newton_schulz(gradient, *arguments)
+        return _newton_schulz(gradient.bfloat16().to(self._on), *arguments).cpu()
+
+    def step_on_grads(self, scale: float = 1.0) -> None:
+        """One step on what is in ``.grad``, which is then set to None."""
+        parameters = [each for each, _, _ in self._matrices] + (self.others.parameters if self.others else [])
+        self.step({each: each.grad for each in parameters}, scale)
+        for each in parameters:
+            each.grad = None
+
+    def momentum(self, parameter: nn.Parameter) -> Tensor:
+        """The momentum of a parameter that is one matrix."""
+        master = next(masters[0] for each, masters, _ in self._matrices if each is parameter)
+        return self.muon.state[master]["momentum_buffer"]
+
+
+def parts_of(values: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+    """The matrices of a tensor, as views."""
+    split, dim = group.get("split"), group.get("split_dim", 0)
+    if split == "stack":
+        return list(values.unbind(0))
+    if split is None:
+        return [values]
+    return list(values.split(values.shape[dim] // split if isinstance(split, int) else list(split), dim))
