@@ -230,7 +230,7 @@ SECTIONS = (
     Section(
         "Models larger than the device",
         "[`longshore.stream`](streaming.md).",
-        ("streaming/",),
+        ("streaming/", "activations.py"),
         "Change what it names so that it is as the message says.",
     ),
     Section(

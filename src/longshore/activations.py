@@ -100,6 +100,9 @@ class HostInput:
         """The last copy that reads or writes the memory of the host."""
         self._fetch: DeviceFetch | None = None
         """The copy to the device that has begun and that nobody has asked for."""
+        self._written: Tensor | None = None
+        """Counts writes to an input whose copy may still be under way; one that is copied at once may be written."""
+        self._version = 0
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         with torch.no_grad():
             as_is = plain and not tensor.is_nested
@@ -124,6 +127,9 @@ class HostInput:
         host = block[:num_bytes].view(tensor.dtype).view(source.size())
         to_host, _ = _streams(tensor.device)
         self._copies[:] = [to_host.enqueue(source, host, [to_host.mark_current()], None)]
+        if not tensor.is_inference():
+            self._written = _written(tensor)
+            self._version = self._written._version
         return host
 
     @property
@@ -142,7 +148,17 @@ class HostInput:
 
     def restore(self) -> Tensor:
         """Return a new tensor on the device that the input came from, equal to it bit for bit. Work that is enqueued on
-        the current stream from now on sees it."""
+        the current stream from now on sees it.
+
+        Raises:
+            RuntimeError: the input, of an accelerator, was written after it was saved, as autograd raises.
+        """
+        if self._written is not None and self._written._version != self._version:
+            raise RuntimeError(
+                "an input of a call that backward computes again has been modified by an inplace operation: "
+                f"{self._host.dtype} {list(self._size)} is at version {self._written._version}; expected version "
+                f"{self._version} instead"
+            )
         with torch.no_grad():
             if self._stride is None:
                 return self._host.to(self._device, copy=True)
@@ -193,6 +209,13 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+
+
+def _written(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory whose version is that of ``tensor``, also later."""
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
 
 
 def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:

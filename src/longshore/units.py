@@ -76,7 +76,9 @@ def _users(module: nn.Module) -> Counter[int]:
 def _stands_alone(module: nn.Module, users: Counter[int]) -> bool:
     """Return whether a module can be gathered as a whole: it has a forward, and parameters that no other module shares
     (tied ones are gathered with the model itself)."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return False
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":  # nn.MultiheadAttention reads its weight alone
         return False
     mine = _users(module)
     return bool(mine) and all(users[key] == count for key, count in mine.items())

@@ -22,6 +22,7 @@ RESIDENCE = "streaming/blocks.py"
 COMPILED = "tests/streaming/test_compiled.py"
 CHECKPOINTED = "tests/streaming/test_checkpoint.py"
 PLANNED = "tests/streaming/test_planned.py"
+BETWEEN = "tests/streaming/test_between.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
@@ -481,8 +482,8 @@ MUTANTS = [
     ),
     _mutant(
         "backward takes a parameter that was written since forward",
-        "if parameter.rest._version != self.saved.version:",
-        "if False:",
+        "        if now != self.saved:\n",
+        "        if now.address != self.saved.address:\n",
         STREAM,
         file=STREAMED,
     ),
@@ -495,7 +496,7 @@ MUTANTS = [
     ),
     _mutant(
         "autograd keeps the memory of a parameter",
-        "        return SavedValues(self, self._now(), place, use)\n",
+        "        return SavedValues(self, self._fetched, place, use)\n",
         "        return None\n",
         STREAM,
         file=STREAMED,
@@ -565,8 +566,8 @@ MUTANTS = [
     ),
     _mutant(
         "hooks around a block see nothing",
-        "        return tensor if around is None else _Packed(around[0](tensor), around[1])\n",
-        "        return tensor\n",
+        "        if around is not None:\n            return _Packed",
+        "        if False:\n            return _Packed",
         STREAM,
         file=RESIDENCE,
     ),
@@ -610,5 +611,55 @@ MUTANTS = [
         "        if False:\n",
         STREAM,
         file=STREAMED,
+    ),
+    _mutant(
+        "memory of what was fetched in vain is handed out at once",
+        "            self._kept[2].record_stream(self._stream)\n",
+        "            pass\n",
+        BETWEEN,
+    ),
+    _mutant(
+        "what a hook before forward writes is not fetched",
+        "            self._resident.forget(self)\n",
+        "            pass\n",
+        BETWEEN,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "an activation that was written goes into gradients",
+        "        saved.check()\n",
+        "",
+        BETWEEN,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a parameter with other memory is fetched in backward",
+        "        if now != self.saved:\n",
+        "        if now.version != self.saved.version:\n",
+        BETWEEN,
+        file=STREAMED,
+    ),
+    _mutant(
+        "a parameter is written while its block computes",
+        "        if self._fetched != self._now():\n            raise",
+        "        if False:\n            raise",
+        BETWEEN,
+        file=STREAMED,
+    ),
+    _mutant(
+        "no gradient is a gradient of zeros",
+        "    def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:\n        ctx.lanes = lanes\n"
+        "        ctx.set_materialize_grads(False)\n        return nowhere",
+        "    def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:\n        ctx.lanes = lanes\n"
+        "        return nowhere",
+        BETWEEN,
+        file=STREAMED,
+    ),
+    _mutant(
+        "an input on the host may be written before it is copied",
+        "        if self._written is not None and self._written._version != self._version:\n",
+        "        if False:\n",
+        BETWEEN,
+        file="activations.py",
     ),
 ]

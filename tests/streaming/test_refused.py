@@ -15,6 +15,9 @@ from torch import Tensor, nn
 import longshore
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
+from longshore.plan.job import Job, PlanChoice
+from longshore.plan.layout import count_bytes, lay_out
+from longshore.plan.reading import plan_of_module
 from longshore.transfer import allocate_pinned
 
 pytestmark = pytest.mark.gpu
@@ -121,3 +124,38 @@ def begin(model: nn.Module, engine: bool) -> None:
         stage=3, offload_device="cpu", param_device="cpu", optimizer={"type": "AdamW", "lr": 1e-3}
     )
     longshore.initialize(model=model, config=config)
+
+
+def _uneven() -> nn.Sequential:
+    sizes = (48, 1, 48, 1, 48)  # two large blocks may follow one another where the order changes
+    return nn.Sequential(nn.Sequential(*(Narrow(size) for size in sizes)), nn.Linear(24, 2))
+
+
+def _with_adapters() -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(*(Narrow(40) for _ in range(4))), nn.Linear(24, 2))
+    for block in model[0]:
+        block.up.requires_grad_(False)
+    return model
+
+
+class Narrow(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, size)
+        self.down = nn.Linear(size, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+@pytest.mark.parametrize("make_model", [_uneven, _with_adapters])
+def test_what_is_planned_is_not_refused(make_model: Callable[[], nn.Sequential], free: Callable[[int], None]) -> None:
+    model = make_model().bfloat16()
+    layout = lay_out(plan_of_module(model, "it"), Job(), PlanChoice(3, "cpu", param_device="cpu"), 1, staged=True)
+    planned = count_bytes(layout)
+    needed = planned.device_total - planned.device_estimates["activations"]
+    free(needed)
+    longshore.stream(model, device_type()).close()
+    free(needed - 1)
+    with pytest.raises(ValueError, match="1 B are missing"):
+        longshore.stream(model, device_type())

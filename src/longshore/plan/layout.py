@@ -207,10 +207,15 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
 def streamed_bytes(model: PlannedModel) -> int:
     """Return the most bytes of parameters that are on the device at once: two units, one of which is used next, and
     what is in none."""
+    units, rest = _unit_bytes(model)
+    return rest + max(map(sum, zip(units, [*units[1:], 0], strict=True)), default=0)
+
+
+def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
+    """Return the bytes of each unit, in order, and of what is in none."""
     sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
     rest = sizes.pop(None, 0)
-    units = [sizes.get(unit, 0) for unit in range(model.units)]
-    return rest + max(map(sum, zip(units, [*units[1:], 0], strict=True)), default=0)
+    return [sizes.get(unit, 0) for unit in range(model.units)], rest
 
 
 def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int | str) -> tuple[int, int]:
@@ -278,6 +283,10 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
             # Those of one unit, or of what is in none, may be on their way to the host.
             units = by_unit(model.trainable).values()
             found["gradients under way"] = max(map(parameter_bytes, units), default=0)
+            # Where the order changes, any two follow one another: longshore.stream() makes sure that they fit.
+            sizes, rest = _unit_bytes(model)
+            if (more := rest + sum(sorted(sizes)[-2:]) - streamed_bytes(model)) > 0:
+                found["units in another order"] = more
         elif layout.host:
             found["gradients under way"] = min(_IN_FLIGHT_BYTES, gradients)
         return found

@@ -41,12 +41,14 @@ class Block:
 
     Args:
         name: of the module; "" is the model itself.
+        module: that module.
         places: where its parameters are in its modules; one parameter may be in several.
         resident: the blocks of the model.
     """
 
-    def __init__(self, name: str, places: Sequence[Place], resident: Resident) -> None:
+    def __init__(self, name: str, module: nn.Module, places: Sequence[Place], resident: Resident) -> None:
         self.name = name
+        self.module = module
         self.places = places
         self.parameters = list({id(place.parameter): place.parameter for place in places}.values())
         self._resident = resident
@@ -59,6 +61,11 @@ class Block:
     @property
     def num_bytes(self) -> int:
         return sum(parameter.rest.nbytes for parameter in self.parameters)
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether somebody has hooks that run before forward of one of its modules."""
+        return bool(self.module._forward_pre_hooks) or any(place.module._forward_pre_hooks for place in self.places)
 
     def fetch(self) -> None:
         for parameter in self.parameters:
@@ -107,6 +114,8 @@ class Block:
                     "one; copy values into it (p.data.copy_(...)), or replace it before"
                 )
             parameter.check()
+        if self.has_pre_hooks:  # they may have written to a parameter unseen (p.data.clamp_()) after it was fetched
+            self._resident.forget(self)
         self.use()
         for parameter in self.parameters:
             parameter.place()
@@ -128,7 +137,25 @@ class Block:
             saved = None if parameter is None else parameter.save(tensor, self.use)
             if saved is not None:
                 return saved
-        return tensor if around is None else _Packed(around[0](tensor), around[1])
+        if around is not None:
+            return _Packed(around[0](tensor), around[1])
+        return tensor if tensor.is_inference() else _Kept(tensor, tensor._version)
+
+
+class _Kept(NamedTuple):
+    """A tensor as autograd keeps it, and how often it had been written: torch checks that only without hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def check(self) -> None:
+        """Raise RuntimeError, as autograd does, if the tensor was written since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected version "
+                f"{self.version} instead"
+            )
 
 
 class _Packed(NamedTuple):
@@ -142,6 +169,9 @@ class _Packed(NamedTuple):
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, SavedValues):
         return saved.restore()
+    if isinstance(saved, _Kept):
+        saved.check()
+        return saved.tensor
     return saved.unpack(saved.value) if isinstance(saved, _Packed) else saved
 
 
@@ -176,6 +206,14 @@ class Resident:
                         parameter.drop()
             self._there = [block for block in self._there if block.users]
             self._before = self._now = None
+
+    def forget(self, block: Block) -> None:
+        """Free the parameters of a block that no other block in use has: their values may be old."""
+        with self.lock:
+            others = [each for each in [*self._there, self.kept] if each is not None and each.users]
+            for parameter in block.parameters:
+                if not any(parameter in each.parameters for each in others if each is not block):
+                    parameter.drop()
 
     def use(self, block: Block) -> None:
         """Fetch a block that is used now, and the one that was used after it the last time; free the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,19 +21,21 @@ def nbytes(parameters: Iterable[Tensor]) -> int:
     return sum({id(parameter): parameter.nbytes for parameter in parameters}.values())
 
 
-def check_fits(model: nn.Module, device: torch.device, sizes: Sequence[int]) -> None:
-    """Raise ValueError if the device has no room for two blocks; ``sizes`` are their bytes, the model's own last."""
-    *blocks, kept = sizes
+def check_fits(model: nn.Module, device: torch.device, contents: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError if the device has no room for two blocks and the gradients of one; ``contents`` are their
+    parameters, the model's own last."""
+    *blocks, kept = map(nbytes, contents)
     two, largest = sum(sorted(blocks)[-2:]), max(blocks)
-    needed = kept + two + largest
+    gradients = max(nbytes(each for each in block if each.requires_grad) for block in contents[:-1])
+    needed = kept + two + gradients
     free, _ = torch.get_device_module(device).mem_get_info(device)
     if needed > free:
-        smaller = "choose smaller blocks" if two + largest > kept else "choose blocks that have more of it"
+        smaller = "choose smaller blocks" if two + gradients > kept else "choose blocks that have more of it"
         raise ValueError(
             f"{type(model).__name__} needs at least {format_byte_size(needed)} on {device}, where "
             f"{format_byte_size(free)} are free and {format_byte_size(needed - free)} are missing: "
             f"{format_byte_size(kept)} that are in no block, {format_byte_size(two)} for two blocks, and "
-            f"{format_byte_size(largest)} for the gradients of one; {smaller} (blocks=1_000_000 makes one of each "
+            f"{format_byte_size(gradients)} for the gradients of one; {smaller} (blocks=1_000_000 makes one of each "
             "module with a million elements), or free memory there"
         )
     # The parameters are moved block by block, each of which is there twice meanwhile.
@@ -44,7 +47,7 @@ def check_fits(model: nn.Module, device: torch.device, sizes: Sequence[int]) -> 
 
 
 def check_parameters(model: nn.Module) -> None:
-    memory: dict[int, str] = {}
+    ends: list[tuple[int, int, str]] = []
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             raise ParameterError(
@@ -62,7 +65,22 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter {name} is on {parameter.device}, and longshore.stream takes a model on the CPU; move it "
                 "there first"
             )
-        if parameter.numel() and (other := memory.setdefault(parameter.data_ptr(), name)) != name:
+        if parameter.is_inference():
+            raise ParameterError(
+                f"parameter {name} was made in inference mode and cannot be trained; make the model outside of it"
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+            raise ParameterError(
+                f"parameter {name} has grad_dtype = {parameter.grad_dtype}, in which its gradients cannot be added on "
+                f"the device; leave it {parameter.dtype}"
+            )
+        if parameter.numel():
+            reach = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            ends.append((begin, begin + (1 + reach) * parameter.element_size(), name))
+    ends.sort()
+    for (_, end, other), (begin, _, name) in itertools.pairwise(ends):
+        if begin < end:
             raise ParameterError(
                 f"parameters {other} and {name} share memory and are not one parameter, so their values would part; "
                 "set one of them in both modules"
@@ -72,12 +90,22 @@ def check_parameters(model: nn.Module) -> None:
 def check_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> None:
     if checkpoint not in (False, True, "cpu"):
         raise ValueError(f"checkpoint is False, True or 'cpu' (with the inputs in host memory), not {checkpoint!r}")
+    normed = [name for name, module in model.named_modules() if _keeps_statistics(module)]
+    if checkpoint is not False and normed:
+        raise ValueError(
+            f"{normed[0]} keeps running statistics, which would be updated twice where backward computes it again: "
+            f"leave out checkpoint={checkpoint!r}"
+        )
     itself = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     if checkpoint is not False and itself:
         raise ValueError(
             f"{type(model).__name__} checkpoints its blocks itself, so that backward would compute them twice: call "
             f"model.gradient_checkpointing_disable(), or leave out checkpoint={checkpoint!r}"
         )
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.track_running_stats)  # pyright: ignore
 
 
 def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

@@ -103,12 +103,14 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
         ctx.lanes = lanes
+        ctx.set_materialize_grads(False)
         return values.view_as(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.lanes.land(gradients[0])
+        if gradients[0] is not None:
+            ctx.lanes.land(gradients[0])
         return gradients[0], None
 
 
@@ -118,12 +120,15 @@ class _ToDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
         ctx.lanes = lanes
+        ctx.set_materialize_grads(False)
         return nowhere(values, lanes.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = gradients[0]
+        if gradient is None:  # a function has none for this parameter, and plain torch leaves its .grad None
+            return None, None
         if gradient.layout != torch.strided:
             return gradient.cpu(), None
         return ctx.lanes.bring(gradient), None
@@ -137,6 +142,9 @@ def nowhere(values: Tensor, device: torch.device) -> Tensor:
         # No view of it: autograd makes the functions of views anew when their memory changes.
         shared = torch.empty(0, dtype=values.dtype, device=device)
         return shared.set_(one.untyped_storage(), 0, values.shape, [0] * values.dim())  # pyright: ignore
+
+
+_SINCE = "since forward"
 
 
 class _Version(NamedTuple):
@@ -161,8 +169,9 @@ class StreamedParameter:
         self.rest = rest
         self._lanes = lanes
         with torch.no_grad():
-            values = memory.view(rest.dtype).view(rest.shape)
-            rest.data = values.copy_(rest.data)
+            # A dense parameter keeps its strides: other ones would choose other kernels.
+            strides = torch.empty_like(rest, device="meta").stride()
+            rest.data = memory.view(rest.dtype).as_strided(rest.shape, strides).copy_(rest.data)
         self._fetch: DeviceFetch | None = None
         self._fetched = self._now()
         self._placed = 0
@@ -187,6 +196,11 @@ class StreamedParameter:
                 f"parameter {self.name} rests on the host as {self.twin.dtype} {tuple(self.twin.shape)}, and is now "
                 f"{rest.dtype} {tuple(rest.shape)} on {rest.device}; call model.to(...) before longshore.stream(...), "
                 "which leaves the model where it is"
+            )
+        if getattr(rest, "grad_dtype", rest.dtype) != rest.dtype:
+            raise ParameterError(
+                f"parameter {self.name} has grad_dtype = {rest.grad_dtype}, in which its gradients cannot be added on "
+                f"the device; leave it {rest.dtype}"
             )
         if rest.requires_grad != self.twin.requires_grad:
             self._make_twin()
@@ -219,7 +233,12 @@ class StreamedParameter:
         self._placed = self.twin._version
 
     def check_unwritten(self) -> None:
-        """Raise ParameterError if somebody wrote to the twin since it was placed."""
+        """Raise ParameterError if somebody wrote to the twin or to the parameter since it was placed."""
+        if self._fetched != self._now():
+            raise ParameterError(
+                f"parameter {self.name} was written to while its block computed with the values that it had before: "
+                "write to parameters of a streamed model between its calls"
+            )
         if self.twin._version != self._placed:
             raise ParameterError(
                 f"parameter {self.name} was written to in forward, on the device, where its values are a copy that is "
@@ -237,7 +256,7 @@ class StreamedParameter:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != self.rest.dtype or tensor.is_conj():
             return None
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return SavedValues(self, self._now(), place, use)
+        return SavedValues(self, self._fetched, place, use)
 
 
 class SavedValues(NamedTuple):
@@ -250,12 +269,16 @@ class SavedValues(NamedTuple):
 
     def restore(self) -> Tensor:
         """Raises RuntimeError, as autograd does, if the parameter was written in the meantime."""
-        parameter = self.parameter
-        if parameter.rest._version != self.saved.version:
+        parameter, now = self.parameter, self.parameter._now()
+        if now != self.saved:
+            how = f"was given other memory (p.data = ...) {_SINCE}"
+            if now.version != self.saved.version:
+                how = (
+                    "is needed for gradient computation, and has been modified by an inplace operation "
+                    f"{_SINCE} (version {now.version}, expected {self.saved.version})"
+                )
             raise RuntimeError(
-                f"parameter {parameter.name}, which is needed for gradient computation, has been modified by an "
-                f"inplace operation since forward (version {parameter.rest._version}, expected {self.saved.version}): "
-                "call backward() before step(), or forward again after it"
+                f"parameter {parameter.name} {how}: call backward() before step(), or forward again after it"
             )
         self.use()
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from longshore.accelerator import is_accelerator
 from longshore.activations import compute_again
@@ -57,12 +58,14 @@ class Stream:
     Attributes:
         device: where the model computes.
         checkpoint: as in :func:`stream`.
+        closed: whether the model is a plain one again.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, units: Sequence[nn.Module], checkpoint: Checkpoint = False
     ) -> None:
         self._model = model
+        self.closed = False
         self.checkpoint: Checkpoint = checkpoint
         self.device = device
         self._resident = Resident(device)
@@ -77,10 +80,10 @@ class Stream:
                 (module, name, parameter) for name, parameter in module._parameters.items() if parameter is not None
             ]
         self._streamed: dict[int, StreamedParameter] = {}
-        sizes = [nbytes(parameter for _, _, parameter in found) for found in places.values()]
-        check_fits(model, device, sizes)
-        self._lanes = Lanes(device, max(sizes))
-        self._blocks = [self._block(names[id(unit)], places[id(unit)]) for unit in (*units, model)]
+        contents = [[parameter for _, _, parameter in found] for found in places.values()]
+        check_fits(model, device, contents)
+        self._lanes = Lanes(device, max(map(nbytes, contents)))
+        self._blocks = [self._block(names[id(unit)], unit, places[id(unit)]) for unit in (*units, model)]
         self._resident.kept = self._blocks[-1]
         self._buffers = [(module, name) for module in model.modules() for name in module._buffers]
         self._move_buffers(device)
@@ -97,7 +100,7 @@ class Stream:
                 setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method, again))
         _streams.add(self)
 
-    def _block(self, name: str, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
+    def _block(self, name: str, module: nn.Module, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
         """Move the parameters of a block to one piece of pinned memory."""
         inside = {id(parameter): parameter for _, _, parameter in found if id(parameter) not in self._streamed}
         sizes = {key: -(-parameter.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for key, parameter in inside.items()}
@@ -108,7 +111,7 @@ class Stream:
             self._streamed[key] = StreamedParameter(named[key], parameter, part, self._lanes)
             begin += sizes[key]
         places = [Place(module, attribute, self._streamed[id(parameter)]) for module, attribute, parameter in found]
-        return Block(name, places, self._resident)
+        return Block(name, module, places, self._resident)
 
     def _pinned(self, num_bytes: int) -> Tensor:
         try:
@@ -139,7 +142,11 @@ class Stream:
 
     def streams(self, parameter: Tensor) -> bool:
         """Return whether this is one of the parameters, and the stream is not closed."""
-        return id(parameter) in self._streamed and isinstance(self._model.__dict__.get("forward"), _StreamedMethod)
+        return id(parameter) in self._streamed and not self.closed
+
+    def has(self, module: nn.Module) -> bool:
+        """Return whether this is one of the modules, and the stream is not closed."""
+        return not self.closed and any(module is each for each in self._modules)
 
     @property
     def recorders(self) -> Sequence[Recorder]:
@@ -170,12 +177,14 @@ class Stream:
         """Make the model a plain one on the CPU again. Gradients and parameters stay as they are."""
         if self._calls:
             raise LongshoreError("the model is being called; call close() after forward")
-        if isinstance(self._model.__dict__.get("forward"), _StreamedMethod):
-            self._resident.begin()
-            for module in self._modules:
-                for found in [each for each in module.__dict__.values() if isinstance(each, _StreamedMethod)]:
-                    found.unwrap()
-            self._move_buffers(torch.device("cpu"))
+        if self.closed:
+            return
+        self.closed = True  # also for methods that somebody has wrapped in others since
+        self._resident.begin()
+        for module in self._modules:
+            for found in [each for each in module.__dict__.values() if isinstance(each, _StreamedMethod)]:
+                found.unwrap()
+        self._move_buffers(torch.device("cpu"))
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -195,6 +204,12 @@ class Stream:
             raise LongshoreError(
                 "autocast keeps its casts of parameters, which a streamed model's are not there for; use bfloat16 "
                 "parameters (model.bfloat16()) with float32 masters in longshore.AdamW, and no autocast"
+            )
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        if transformed or forward_ad._current_level >= 0:
+            raise LongshoreError(
+                "torch.func and forward-mode derivatives (grad, jvp, vmap, dual tensors) do not see parameters that "
+                "are fetched as they are used: call close() of the stream first, or use loss.backward()"
             )
         if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
             self._resident.begin()
@@ -233,6 +248,8 @@ class _StreamedMethod:
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stream.closed:
+            return self._former(*args, **kwargs)
         if not self._again or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         if (cache := cache_among(args, kwargs)) is not None:
@@ -309,7 +326,7 @@ def stream(
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _StreamedMethod):
+        if any(each.has(module) for each in _streams):
             raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
     check_parameters(model)
     units = units_of(model, blocks)

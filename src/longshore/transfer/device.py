@@ -92,13 +92,35 @@ class DeviceFetch(CopyHandle):
     """Handle of a copy to the device that somebody will :meth:`take`.
 
     It keeps both tensors until then. Afterwards everything that uses or frees the one on the device follows the copy.
+    If nobody asks for it, the allocator waits for the copy before it hands out the memory again.
+
+    Args:
+        source, target: what is copied, and where.
+        whole: tensor that ``target`` is a part of.
+        event: the end of the copy.
+        home: stream on which ``whole`` was allocated.
+        stream: stream of the copy.
     """
 
-    def __init__(self, source: Tensor, target: Tensor, whole: Tensor, event: torch.Event, home: torch.Stream) -> None:
+    def __init__(
+        self,
+        source: Tensor,
+        target: Tensor,
+        whole: Tensor,
+        event: torch.Event,
+        home: torch.Stream,
+        stream: torch.Stream,
+    ) -> None:
         self.num_bytes = target.nbytes
         self.event = event
         self._kept: tuple[Tensor, Tensor, Tensor] | None = source, target, whole
         self._home = home
+        self._stream: torch.Stream | None = stream
+        """The stream of the copy, as long as no other one waits for it."""
+
+    def __del__(self) -> None:
+        if self._stream is not None and self._kept is not None and not self.event.query():
+            self._kept[2].record_stream(self._stream)
 
     def done(self) -> bool:
         return self.event.query()
@@ -112,6 +134,7 @@ class DeviceFetch(CopyHandle):
         _, _, whole = self._kept
         stream = torch.accelerator.current_stream(whole.device)
         stream.wait_event(self.event)
+        self._stream = None
         if stream != self._home:  # which the allocator takes for the one that uses it
             whole.record_stream(stream)
         return whole
@@ -139,7 +162,7 @@ class DeviceFetchStream:
             self.stream.wait_event(after.event)
         with current_stream_is(self.stream), torch.no_grad():
             event, timed = _around(self.stream, self.times_copies, lambda: target.copy_(source, non_blocking=True))
-        fetch = DeviceFetch(source, target, whole, event, home)
+        fetch = DeviceFetch(source, target, whole, event, home, self.stream)
         fetch.timed = timed
         return fetch
 
