@@ -34,16 +34,16 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Blocks in an order that is told with each call, and parameters that are in none."""
 
-    def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = Block, scaled: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind() for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
         x = x * 1.0  # an activation before any block is used
         for index in order:
             x = self.blocks[index](x)
-        return x * self.scale
+        return x if self.scale is None else x * self.scale
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,10 @@ def _on_time() -> Iterator[None]:
     delays(0, 0, 0)
 
 
-def pair(kind: Callable[[], nn.Module] = Block, **options: Any) -> tuple[Network, Network]:
+def pair(kind: Callable[[], nn.Module] = Block, scaled: bool = True, **options: Any) -> tuple[Network, Network]:
     """A plain model on the device, and the same one streamed."""
     torch.manual_seed(0)
-    model = Network(kind)
+    model = Network(kind, scaled)
     plain = copy.deepcopy(model).to(device_type())
     longshore.stream(model, device_type(), **options)
     return plain, model
@@ -97,8 +97,9 @@ def test_memory_of_a_block_that_was_fetched_ahead_in_vain_waits_for_the_copy() -
 
 
 def test_a_block_that_is_left_out_leaves_its_memory_alone() -> None:
-    """The second block is fetched ahead, and the call ends without it; the next one's activations take its memory."""
-    plain, model = pair()
+    """The second block is fetched ahead, and the call ends without it; the next one's first activation, which waits for
+    no copy, takes its memory."""
+    plain, model = pair(scaled=False)
     x = batch()
     with torch.no_grad():
         for seed in range(10):
@@ -157,7 +158,7 @@ def test_an_activation_that_is_written_after_it_was_kept_is_refused(streamed: bo
 def test_an_input_that_is_written_before_backward_is_refused(checkpoint: Any) -> None:
     _, model = pair(checkpoint=checkpoint)
     x = batch()
-    loss = model(x).square().sum()
+    loss = model.blocks[0](x).square().sum()
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -167,7 +168,7 @@ def test_writes_through_what_shares_no_memory_change_nothing() -> None:
     plain, model = pair(checkpoint="cpu")
     for each in (plain, model):
         x = batch()
-        loss = each(x.clone()).square().sum()
+        loss = each.blocks[0](x.clone()).square().sum()
         x.zero_()
         loss.backward()
     assert same_gradients(plain, model)
