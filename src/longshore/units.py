@@ -11,7 +11,7 @@ WrapPolicy = str | int | Sequence[str] | Callable[[str, nn.Module], bool]
 """Chooses the modules that are gathered as a whole: see :func:`units_of`."""
 
 
-def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+def units_of(model: nn.Module, policy: WrapPolicy, argument: str = "wrap_policy") -> list[nn.Module]:
     """Return the units: modules that are gathered, each as a whole, for their forward and backward; inner ones first.
 
     Parameters in no unit are gathered with the model itself, and stay gathered until the end of backward.
@@ -22,6 +22,7 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
             transformers do), otherwise the modules that repeat in an ``nn.ModuleList`` or ``nn.Sequential``.
             Names of classes. A number: modules that have at least that many elements outside of smaller units.
             A function of name and module that returns whether the module is a unit.
+        argument: what the user calls ``policy``.
 
     Raises:
         ValueError: no module has a named class, or the policy is invalid.
@@ -29,10 +30,10 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     # Modules are named before their children, so the reverse order has children first. The root is left out.
     users = _users(model)
     inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, users)]
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):
         return [module for name, module in inner if policy(name, module)]
     if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
-        raise ValueError(f"wrap_policy counts elements from 1 on, and is {policy!r}")
+        raise ValueError(f"{argument} counts elements from 1 on, and is {policy!r}")
     if isinstance(policy, int):
         return _by_size((module for _, module in inner), policy)
     if isinstance(policy, str) and policy != "auto":
@@ -45,14 +46,14 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     else:
         if not isinstance(policy, Iterable) or not all(isinstance(name, str) for name in policy):
             raise ValueError(
-                f'wrap_policy is {policy!r}; it takes "auto", a list of names of classes (as strings), a whole number '
+                f'{argument} is {policy!r}; it takes "auto", a list of names of classes (as strings), a whole number '
                 "of elements, or a function of name and module"
             )
         names = set(policy)
         known = {type(module).__name__ for _, module in inner}
         if names - known:
             raise ValueError(
-                f"wrap_policy names {', '.join(sorted(names - known))}, and the model has no module of that class; its "
+                f"{argument} names {', '.join(sorted(names - known))}, and the model has no module of that class; its "
                 f"classes: {', '.join(sorted(known))}"
             )
     return [module for _, module in inner if type(module).__name__ in names]

@@ -269,6 +269,8 @@ def test_this_machine_is_measured(cli, llama):
         (("LLAMA", "--gpu", "h20"), "--gpu h20 is not in the table; did you mean 'h200'?"),
         (("LLAMA", "--gpu", "h200"), "give --host-memory"),
         (("LLAMA", *GPU, "--link", "50 parsecs"), "--link '50 parsecs' is not a bandwidth as 400GB/s"),
+        (("LLAMA", *GPU, "--host-memory", "256"), "--host-memory 256 would be bytes; write the unit, as in 256GB"),
+        (("LLAMA", "--stream", "--quick"), "--stream copies parameters to an accelerator, and this machine has none"),
         (("LLAMA", *GPU, "--device-memory", "much"), "--device-memory 'much' is not a size in bytes"),
         (("LLAMA", "--link", "5GB/s"), "--link describes another machine, and this one is measured: give --gpu too"),
         (("LLAMA", *GPU, "--efficiency", "3"), "efficiency is a share of the peak"),

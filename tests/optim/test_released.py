@@ -673,3 +673,11 @@ def test_a_frozen_parameter_with_a_gradient_set_by_hand() -> None:
         optimizer.step()
         results.append(parameters)
     assert all(map(torch.equal, *results)) and results[0][1][0] < results[0][0][0]
+
+
+def test_clipping_takes_a_norm_alone() -> None:
+    """As torch's function takes the parameters first."""
+    optimizer = longshore.AdamW([nn.Parameter(torch.ones(3))])
+    for arguments in (([nn.Parameter(torch.ones(3))], 1.0), ("1.0",), (True,)):
+        with pytest.raises(TypeError, match="takes max_norm, a number, and knows its own parameters; it got a"):
+            optimizer.clip_grad_norm_(*arguments)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,27 @@ def test_what_is_planned_is_not_refused(make_model: Callable[[], nn.Sequential],
     free(needed - 1)
     with pytest.raises(ValueError, match="1 B are missing"):
         longshore.stream(model, device_type())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (["Blok"], r"blocks names Blok, and the model has no module of that class"),
+        (-1, "blocks counts elements from 1 on"),
+        (Narrow, "blocks is .*; it takes"),
+        (10**9, "has no module that blocks=1000000000 makes a block"),
+    ],
+)
+def test_blocks_that_are_refused(blocks: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        longshore.stream(_uneven(), device_type(), blocks=blocks)
+
+
+def test_a_streamed_model_is_not_an_engines() -> None:
+    model = _uneven()
+    handle = longshore.stream(model, device_type())
+    with pytest.raises(ValueError, match=r"is streamed to .* let the engine stream it \(stage 3 with offload_param\)"):
+        longshore.initialize(model=model, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+    handle.close()
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not generator"):
+        longshore.stream(model.parameters(), device_type())  # pyright: ignore[reportArgumentType]

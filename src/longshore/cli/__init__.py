@@ -108,7 +108,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, LongshoreError):
         return str(error), 1
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
-        return f"out of memory ({terminal.one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
+        advice = "try a smaller --batch-size, --seq-len or model; where parameters take most of a device, --stream"
+        return f"out of memory ({terminal.one_line(error)}): {advice}", 1
     raise error
 
 

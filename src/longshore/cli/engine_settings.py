@@ -79,7 +79,7 @@ def _check_without_engine(settings: TrainSettings, ranks: int) -> None:
     if settings.model.dtype == "fp16":
         raise SettingsError(
             "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
-            "use bf16, or add --stage 0"
+            f"use bf16, or add --stage {3 if settings.model.stream else 0}"
         )
     released = settings.optimizer.release_gradients or settings.model.stream
     if settings.optimizer.speculation_memory and not released:

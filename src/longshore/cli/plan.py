@@ -34,7 +34,17 @@ _training, _choices, _machine, _described, _output = (
     partial(Option, panel=panel)
     for panel in ("Training", "Choices", "Machine", "Described machine, with --gpu", "Output")
 )
-_bytes = partial(_machine, parse=parse_byte_size, metavar="<size>")
+_LEAST_MEMORY = 1 << 20
+
+
+def _parse_memory(text: str) -> int:
+    size = parse_byte_size(text)
+    if size < _LEAST_MEMORY and text.strip().isdecimal():
+        raise ValueError(f"{text} would be bytes; write the unit, as in {text}GB")
+    return size
+
+
+_bytes = partial(_machine, parse=_parse_memory, metavar="<size>")
 _rate = partial(_described, parse=parse_rate, metavar="<rate>")
 Rate = float | None
 _DEVICE_MEMORY = "Memory of a GPU, in place of the data sheet's."
@@ -129,6 +139,7 @@ def plan(line: CommandLine, model: Annotated[str | None, typer.Argument(help=_MO
         read = _read_size(line.settings(ShapeSettings), settings.seq_len) if model is None else _read_model(model)
         job = settings.job()
         if machine is None:
+            _check_streams(settings)
             machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), settings)
         from longshore.plan.planner import plan as planned
 
@@ -136,6 +147,16 @@ def plan(line: CommandLine, model: Annotated[str | None, typer.Argument(help=_MO
     except ValueError as error:
         raise SettingsError(str(error)) from error
     _show(result, settings, figure)
+
+
+def _check_streams(settings: PlanSettings) -> None:
+    from longshore.accelerator import accelerator_type
+
+    if settings.stream and accelerator_type() is None:
+        raise SettingsError(
+            "--stream copies parameters to an accelerator, and this machine has none: leave it out, or plan for "
+            "another machine with --gpu"
+        )
 
 
 def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine | None:

@@ -45,6 +45,7 @@ from longshore.optim.offload import StoreFactory
 from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
+from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
 from longshore.transfer import RestingTransfer
 from longshore.units import WrapPolicy
@@ -178,6 +179,11 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    if streams := streams_of(model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is streamed to {streams[0].device} by longshore.stream(): leave that out and let "
+            "the engine stream it (stage 3 with offload_param), or train it without an engine"
+        )
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":

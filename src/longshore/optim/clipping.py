@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,3 +128,16 @@ def gradient_norm(
     elsewhere.update((each, store.sum_of_squares({each: others[each]}, scale)) for each in others if each in shards)
     total += over_ranks(shards, elsewhere) if elsewhere else 0.0
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")
+
+
+def check_clipping(max_norm: Any, norm_type: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for arguments of ``clip_grad_norm_`` that it does not take."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float, Tensor)):
+        raise TypeError(
+            "clip_grad_norm_ takes max_norm, a number, and knows its own parameters; it got a "
+            f"{type(max_norm).__name__} (torch's function is clip_grad_norm_(parameters, max_norm))"
+        )
+    if norm_type != 2.0:
+        raise ValueError(f"clip_grad_norm_ clips the 2-norm, not norm_type={norm_type}")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, and is {max_norm}")

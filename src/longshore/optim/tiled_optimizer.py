@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from longshore.errors import LongshoreError
-from longshore.optim.clipping import gradient_norm
+from longshore.optim.clipping import check_clipping, gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
@@ -167,13 +167,11 @@ class TiledOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``norm_type`` is not 2, or ``max_norm`` is not positive.
+            TypeError: ``max_norm`` is no number.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             LongshoreError: the window is clipped already.
         """
-        if norm_type != 2.0:
-            raise ValueError(f"clip_grad_norm_ clips the 2-norm, not norm_type={norm_type}")
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, and is {max_norm}")
+        check_clipping(max_norm, norm_type)
         norm = self.grad_norm()
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(

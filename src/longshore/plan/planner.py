@@ -108,7 +108,8 @@ def plan(
     candidates = [each for each in candidates if allows(each.choice)]
     if not candidates:
         blocks = [] if model.units else ["a model without blocks is not streamed"]
-        why = [*model.notes, *blocks] or ["the stage, offload and streaming that are asked for exclude each other"]
+        excluded = "the stage, offload and streaming that are asked for exclude each other"
+        why = [*model.notes, *blocks] or [f"{excluded} (--stream needs stage 3 and the optimizer's state on the host)"]
         raise ValueError(f"no choice is left: {'; '.join(why)}")
     fitting = [each for each in candidates if each.fits]
     if not fitting:

@@ -315,6 +315,8 @@ def stream(
         ParameterError: a parameter cannot be streamed; it is named.
         LongshoreError: host memory cannot be pinned. The model is as before.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"longshore.stream takes a torch.nn.Module, not {type(model).__name__}")
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         raise ValueError(
             f"longshore.stream needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is "
@@ -322,18 +324,22 @@ def stream(
         )
     device = torch.device(device)
     if not is_accelerator(device):
-        raise ValueError(f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine")
+        raise ValueError(
+            f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine: leave it out "
+            "where the model trains on the CPU, whose memory it rests in anyway"
+        )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     for module in model.modules():
         if any(each.has(module) for each in _streams):
             raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
     check_parameters(model)
-    units = units_of(model, blocks)
+    units = units_of(model, blocks, "blocks")
     if not units:
+        none = "no modules that repeat" if blocks == "auto" else f"no module that blocks={blocks!r} makes a block"
         raise ValueError(
-            f"{type(model).__name__} has no modules that repeat, so all of it would be on the device at once: say "
-            "which modules are its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
+            f"{type(model).__name__} has {none}, so all of it would be on the device at once: say which modules are "
+            "its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
         )
     check_checkpoint(model, checkpoint)
     return Stream(model, device, units, checkpoint)
