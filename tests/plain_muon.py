@@ -86,3 +86,54 @@ def parts_of(values: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     if split is None:
         return [values]
     return list(values.split(values.shape[dim] // split if isinstance(split, int) else list(split), dim))
+
+
+ROOT = 24
+
+
+class Model(nn.Module):
+    """Matrices that are tall, wide and square, fused projections, a stack of experts, and what is no matrix."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, ROOT)
+        self.qkv = nn.Linear(ROOT, 3 * ROOT)
+        self.grouped = nn.Linear(ROOT, ROOT + 2 * 6)
+        self.columns = nn.Parameter(torch.randn(ROOT, 2 * ROOT) * 0.2)
+        self.tall = nn.Linear(ROOT, 50)
+        self.wide = nn.Linear(50, ROOT, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, ROOT, ROOT) * 0.2)
+        self.norm = nn.LayerNorm(ROOT)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + torch.sigmoid(q) * k + v
+        x = x + self.grouped(x)[..., :ROOT] * self.grouped(x)[..., ROOT:].mean()
+        x = x + (x @ self.columns)[..., ROOT:].tanh()
+        x = x + self.wide(torch.relu(self.tall(x)))
+        return x + torch.einsum("...i,eij->...j", x, self.experts)
+
+
+def build(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(3)
+    return Model(dtype)
+
+
+def groups_of(model: Model) -> list[dict[str, Any]]:
+    vectors = [each for each in model.parameters() if each.ndim == 1]
+    return [
+        {"params": [model.tall.weight, model.wide.weight], "lr": 0.03, "weight_decay": 0.2},
+        {"params": [model.qkv.weight], "split": 3, "adjust_lr_fn": "match_rms_adamw"},
+        {"params": [model.grouped.weight], "split": [30, 3, 3]},
+        {"params": [model.columns], "split": 2, "split_dim": 1, "nesterov": False},
+        {"params": [model.experts], "split": "stack", "momentum": 0.4},
+        {"params": [model.embedding.weight, *vectors], "use_muon": False, "lr": 3e-3, "weight_decay": 0.1},
+    ]
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (5, 7), generator=generator)
+    model(tokens.to(next(model.parameters()).device)).float().square().sum().backward()

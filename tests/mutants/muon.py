@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 MUON = "tests/optim/test_muon.py"
+ENGINE = "tests/engine/test_muon.py"
 
 MUTANTS = [
     Mutant(
@@ -65,5 +66,33 @@ MUTANTS = [
         "update[part.in_piece]",
         "update[: segment.layout.numel]",
         (MUON,),
+    ),
+    Mutant(
+        "a matrix is brought together from one rank's pieces",
+        "sharding/matrices.py",
+        "= received[rank][begins[rank] : begins[rank] + numel]\n",
+        "= received[0][begins[rank] : begins[rank] + numel]\n",
+        (ENGINE,),
+    ),
+    Mutant(
+        "results are taken from a wrong owner",
+        "sharding/matrices.py",
+        "                piece = received[owner][begins[owner] : begins[owner] + numel]\n",
+        "                piece = received[-1 - owner][begins[owner] : begins[owner] + numel]\n",
+        (ENGINE,),
+    ),
+    Mutant(
+        "each rank makes its own piece of a matrix orthogonal",
+        "sharding/matrices.py",
+        "        return all(numel == matrix.numel for _, numel in",
+        "        return all(numel <= matrix.numel for _, numel in",
+        (ENGINE,),
+    ),
+    Mutant(
+        "a rank whose transformation failed goes away without a word",
+        "sharding/store.py",
+        "                    exchange.abandon()\n",
+        "                    pass\n",
+        (f"{ENGINE}::test_a_rank_on_which_a_transformation_fails",),
     ),
 ]

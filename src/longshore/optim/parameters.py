@@ -97,11 +97,6 @@ class ParameterRecord:
         self._is_sharded = is_sharded(parameter)
         self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
-        if self.keeps_shard and self.matrices is not None:
-            raise ValueError(
-                f"parameter {name} is a DTensor, of which this process has a shard, and Muon needs whole matrices: let "
-                "longshore.initialize() shard the model (stage 3), or put it into a group with use_muon=False"
-            )
         former = former_of(parameter)
         self._former = None if former is None else weakref.ref(former)
         self.device = parameter.device
@@ -189,8 +184,14 @@ class ParameterRecord:
         return (parameter.device, parameter.dtype, parameter.shape) != (self.device, self.dtype, self.shape)
 
     def check(self) -> None:
-        """Raise ParameterError if the parameter :attr:`moved`."""
+        """Raise ParameterError if the parameter :attr:`moved`, or is a part of a matrix that nobody brings together."""
         parameter = self.parameter
+        if self.keeps_shard and self.matrices is not None:
+            raise ParameterError(
+                f"parameter {self.name} is a DTensor, of which this process has a shard, and Muon needs whole "
+                "matrices: let longshore.initialize() shard the model (stage 3), or put it into a group with "
+                "use_muon=False"
+            )
         if self.moved:
             raise ParameterError(
                 f"parameter {self.name} was {self.dtype} {list(self.shape)} on {self.device} when the optimizer was "

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
-from longshore.kernels import Scale
+from longshore.kernels import MatrixRule, Scale
 from longshore.layout import MatrixLayout
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
+from longshore.sharding.matrices import RankExchange
 from longshore.sharding.ownership import OwnedForecast, Ownership
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
 from longshore.tiles import (
     Forecast,
+    Matrix,
+    MatrixRange,
     OwnedRange,
     ParameterStep,
     ParameterStore,
@@ -53,16 +56,31 @@ class ShardedStore(ParameterStore):
         self.window = ownership.window
         self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
+        self._matrix_state = ""
+        self._matrices: dict[int, MatrixLayout] = {}
+        """Parameters that are matrices."""
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         first = len(self.ownership.buckets)
-        self.local.add_parameters(self.ownership.add(parameters, self._settings.bucket_numel))
+        entries = list(parameters)
+        added = self.ownership.add(entries, self._settings.bucket_numel)
+        if matrices := [index for index, _, _ in entries if index in self._matrices]:
+            ranges = {
+                each.index: MatrixRange(index, self._matrices[index], each.parameter_offset)
+                for index in matrices
+                for each in self.ownership.owned(index)
+            }
+            self.local.add_matrix_ranges(self._matrix_state, ranges)
+        self.local.add_parameters(added)
         self._gradients.order += range(first, len(self.ownership.buckets))
 
     def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
-        raise ValueError(
-            "Muon on several ranks is not supported yet, since its matrices would be divided; use longshore.AdamW"
-        )
+        if self.ownership.averaging_collectives is not self.collectives:
+            raise ValueError(
+                "Muon needs whole matrices, and tensor parallelism has divided them: train without it, or with AdamW"
+            )
+        self._matrix_state = state
+        self._matrices.update(layouts)
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.ownership.dtypes
@@ -225,11 +243,20 @@ class ShardedStore(ParameterStore):
             for each in self.ownership.owned(parameter)
         }
         failure: BaseException | None = None
+        matrices = [
+            Matrix(parameter, self._matrices[parameter], step.rule)
+            for parameter, step in sorted(steps.items())
+            if isinstance(step.rule, MatrixRule) and parameter in self.ownership.bucket_of
+        ]
+        exchange = RankExchange(self.ownership, matrices, self.transfer) if matrices else None
         try:
             self.ownership.before_publishing()
-            self.local.commit(own, scale)
+            self.local.commit(own, scale, exchange=exchange)
         except BaseException as error:
             failure = error  # the others are told below
+            if exchange is not None:
+                with contextlib.suppress(LongshoreError):  # the first error is the one to raise
+                    exchange.abandon()
         ready = self.transfer.marks(())
 
         def publish() -> None:

@@ -3,6 +3,7 @@
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.tiles.matrices import MatrixRange
+from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
@@ -15,10 +16,14 @@ from longshore.tiles.worker import Worker
 __all__ = [
     "GRADIENT",
     "MASTER",
+    "MATRICES_UNDER_WAY",
     "NO_RECORDER",
     "Backend",
     "BackendSettings",
     "Forecast",
+    "LocalExchange",
+    "Matrix",
+    "MatrixExchange",
     "MatrixRange",
     "OwnedRange",
     "ParameterStep",

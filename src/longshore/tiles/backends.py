@@ -89,9 +89,8 @@ class Backends:
         self.add_matrix_ranges(state, {index: MatrixRange(index, layout) for index, layout in layouts.items()})
 
     def add_matrix_ranges(self, state: str, ranges: Mapping[int, MatrixRange]) -> None:
-        """Announce parts of matrices, by index, which are added next, with the name of their one state."""
-        if not ranges:
-            return
+        """Announce parts of matrices, by index, which are added next, with the name of their one state. There may be
+        none of matrices that other ranks have."""
         if self.matrices is None:
             settings = self._settings._replace(speculation_memory=0)
             self.matrices = MatrixBackend(settings, self._pending_reads, state)

@@ -80,7 +80,8 @@ class MatrixBackend(Backend):
         super().__init__(settings, (MASTER, state), pending_reads)
         self.ranges: dict[int, MatrixRange] = {}
         """By index in the store."""
-        self.exchange: MatrixExchange = LocalExchange(settings.transfer)
+        self.own_exchange = LocalExchange(settings.transfer)
+        self.exchange: MatrixExchange = self.own_exchange
         """Brings whole matrices together; of one commit, if ranks share them."""
         self._staging: list[Tensor] = []
         """Memory for the pieces of the matrices under way, flat bfloat16."""
@@ -102,7 +103,8 @@ class MatrixBackend(Backend):
         under_way: dict[int, Any] = {}
         for move, place in commit_moves(len(batches), MATRICES_UNDER_WAY):
             if move is Move.FILL:
-                pieces = self._first_passes(here[place], self._staging[place % MATRICES_UNDER_WAY], scale)
+                memory = self._staging[place % MATRICES_UNDER_WAY]
+                pieces = self._first_passes(here[place], memory, scale)
                 under_way[place] = self.exchange.begin(batches[place], pieces)
             else:
                 updates = self.exchange.finish(under_way.pop(place))

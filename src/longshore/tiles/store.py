@@ -18,6 +18,7 @@ from longshore.kernels import Scale, total_of_blocks
 from longshore.tiles.backend import Active, BackendSettings
 from longshore.tiles.backends import Backends
 from longshore.tiles.events import DISCARD, NORM, Recorder
+from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.speculation import SpeculationRecord
 from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
@@ -169,8 +170,18 @@ class TileStore(Backends):
             self.recorder.span(NORM, None, begin_ns)
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
-    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
+    def commit(
+        self,
+        steps: Mapping[int, ParameterStep],
+        scale: Scale,
+        then: Callable[[], None] = lambda: None,
+        exchange: MatrixExchange | None = None,
+    ) -> None:
+        """Step parameters; see :class:`ParameterStore`. ``exchange``: brings together the matrices of which this
+        process has a part."""
         self.settle()
+        if self.matrices is not None:
+            self.matrices.exchange = exchange or self.matrices.own_exchange
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
             for _, tile, segment in self._placed(parameter):

@@ -285,7 +285,7 @@ class Muon(RuleOptimizer):
             None) multiplies it by ``sqrt(max(1, A / B))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(A, B))``.
         release_gradients: as for :class:`AdamW`.
         offload: settings of the host side. Matrices are never stepped ahead, and with a ``ratio`` below 1 all of them
-            are on the host.
+            are on the host. An engine's configuration takes the place of these two.
 
     Raises:
         ValueError: an option, a value or a parameter, which the message names, is not supported.

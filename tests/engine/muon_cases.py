@@ -1,0 +1,132 @@
+"""Muon under an engine of several ranks, beside a plain loop on the mean of the ranks' gradients."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from plain_muon import Model, PlainMuon, backward, build, groups_of
+from support import whole
+from torch import Tensor, nn
+
+import longshore
+
+LR = 0.02
+
+
+def configuration(stage: int, **content: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 3000}
+    return {"train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.0, "zero_optimization": zero, **content}
+
+
+def started(stage: int, dtype: torch.dtype, model: Model | None = None, **content: Any) -> Any:
+    if dtype != torch.float32:
+        content["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    model = model or build()
+    optimizer = longshore.Muon(groups_of(model), lr=LR)
+    engine, *_ = longshore.initialize(model=model, optimizer=optimizer, config=configuration(stage, **content))
+    return engine
+
+
+def plain_of(model: Model) -> PlainMuon:
+    groups = groups_of(model)
+    groups[-1] |= {"betas": (0.9, 0.999), "eps": 1e-8}
+    return PlainMuon(groups, lr=LR)
+
+
+def mean_gradients(model: nn.Module, step: int, size: int | None = None) -> dict[nn.Parameter, Tensor | None]:
+    """Of ``size`` ranks (all), computed where they compute, and added in their order in float32."""
+    size = size or (dist.get_world_size() if dist.is_initialized() else 1)
+    there = copy.deepcopy(model).to(torch.accelerator.current_accelerator() or "cpu")
+    sums: dict[nn.Parameter, Tensor | None] = dict.fromkeys(model.parameters())
+    for rank in range(size):
+        backward(there, 100 * step + rank)
+        for parameter, computed in zip(model.parameters(), there.parameters(), strict=True):
+            assert computed.grad is not None
+            former, gradient = sums[parameter], computed.grad.float().cpu()
+            sums[parameter] = gradient if former is None else former + gradient
+            computed.grad = None
+    return {parameter: None if total is None else total * (1 / size) for parameter, total in sums.items()}
+
+
+def train(engine: Any, step: int) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 11, (5, 7), generator=generator)
+    engine.backward(engine(tokens.to(engine.device)).float().square().sum())
+    engine.step()
+
+
+def equal(engine: Any, plain_model: nn.Module) -> list[str]:
+    """The names of the parameters that differ."""
+    pairs = zip(engine.module.named_parameters(), plain_model.parameters(), strict=True)
+    return [name for (name, ours), theirs in pairs if not torch.equal(whole(ours).cpu(), theirs)]
+
+
+def run(stage: int, dtype: torch.dtype, clipping: float = 0.0, steps: int = 4) -> list[list[str]]:
+    """The names of the parameters that differ after each step."""
+    plain_model = build().to(dtype)
+    plain = plain_of(plain_model)
+    engine = started(stage, dtype, gradient_clipping=clipping)
+    found = []
+    for step in range(steps):
+        gradients = mean_gradients(plain_model, step)
+        train(engine, step)
+        scale = 1.0
+        if clipping:
+            norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32)
+            scale = float(torch.clamp(clipping / (norm + 1e-6), max=1.0))
+            assert scale < 1.0
+        plain.step(gradients, scale)
+        found.append(equal(engine, plain_model))
+    engine.destroy()
+    return found
+
+
+def one_rank_fails(stage: int) -> tuple[str, str]:
+    """Newton-Schulz fails on rank 1, in the second step; the errors of that step and of the one after it."""
+    engine = started(stage, torch.float32)
+    train(engine, 0)
+    failing = mock.patch("longshore.optim.rules.muon.newton_schulz", side_effect=RuntimeError("no memory"))
+    errors = []
+    for step in (1, 2):
+        try:
+            with failing if dist.get_rank() == 1 and step == 1 else mock.MagicMock():
+                train(engine, step)
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return errors[0], errors[1]
+
+
+def save(stage: int, folder: str) -> None:
+    engine = started(stage, torch.float32)
+    for step in range(2):
+        train(engine, step)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def go_on(stage: int, folder: str, saved_by: int) -> list[list[str]]:
+    """The names of the parameters that differ after each step, from a checkpoint that ``saved_by`` ranks wrote."""
+    plain_model = build()
+    plain = plain_of(plain_model)
+    for step in range(2):
+        plain.step(mean_gradients(plain_model, step, saved_by))
+    engine = started(stage, torch.float32)
+    with warnings.catch_warnings():  # of other ranks, and so of another batch
+        warnings.simplefilter("ignore", UserWarning)
+        engine.load_checkpoint(folder)
+    found = [equal(engine, plain_model)]
+    for step in range(2, 4):
+        gradients = mean_gradients(plain_model, step)
+        train(engine, step)
+        plain.step(gradients)
+        found.append(equal(engine, plain_model))
+    engine.destroy()
+    return found

@@ -1,0 +1,61 @@
+"""Muon on one rank and several, at every stage: the weights of the plain loop, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Ranks
+
+from engine import muon_cases as cases
+from longshore.sharding.store import ShardedStore
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks(stage: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.run, stage, dtype) == [[[]] * STEPS] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank(stage: int) -> None:
+    assert cases.run(stage, torch.float32) == [[]] * STEPS
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_on_which_a_transformation_fails(stage: int, two_ranks: Ranks) -> None:
+    """All ranks are told at once, and no rank steps on with a state that is half old."""
+    (first, after), (own, own_after) = two_ranks(cases.one_rank_fails, stage)
+    assert "no memory" in own and "rank 1" in first and "BrokenStateError" in first
+    assert after.startswith("BrokenStateError") and own_after.startswith("BrokenStateError")
+
+
+@pytest.mark.parametrize(("stages", "saved_by"), [((1, 3), 2), ((3, 0), 2), ((2, 2), 2), ((0, 3), 1)])
+def test_checkpoints_go_on_with_other_ranks_and_stages(
+    stages: tuple[int, int], saved_by: int, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """From two ranks to two and to one, and from one to two."""
+    saving, loading = stages
+    if saved_by == 2:
+        two_ranks(cases.save, saving, str(tmp_path))
+    else:
+        cases.save(saving, str(tmp_path))
+    assert two_ranks(cases.go_on, loading, str(tmp_path), saved_by) == [[[]] * 3] * 2
+    assert cases.go_on(loading, str(tmp_path), saved_by) == [[]] * 3
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    store = mock.Mock()  # whose gradients are averaged over other ranks than all
+    with pytest.raises(ValueError, match="tensor parallelism has divided them"):
+        ShardedStore.add_matrices(store, "momentum_buffer", {})

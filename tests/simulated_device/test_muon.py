@@ -1,0 +1,15 @@
+"""Muon on two devices: whole matrices come together on the devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine import muon_cases as cases
+from ranks import Ranks
+
+pytestmark = pytest.mark.simulated
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
+def test_two_devices(stage: int, dtype: torch.dtype, two_devices: Ranks) -> None:
+    assert two_devices(cases.run, stage, dtype) == [[[]] * 4] * 2
