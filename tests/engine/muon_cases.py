@@ -14,6 +14,7 @@ from support import whole
 from torch import Tensor, nn
 
 import longshore
+from longshore import utils
 
 LR = 0.02
 
@@ -130,3 +131,23 @@ def go_on(stage: int, folder: str, saved_by: int) -> list[list[str]]:
         found.append(equal(engine, plain_model))
     engine.destroy()
     return found
+
+
+def states(stage: int) -> tuple[bool, str]:
+    """Whether the whole momentum of a matrix is the plain loop's, and the error for a state that it does not have."""
+    plain_model = build()
+    plain, engine = plain_of(plain_model), started(stage, torch.float32)
+    for step in range(2):
+        gradients = mean_gradients(plain_model, step)
+        train(engine, step)
+        plain.step(gradients)
+    matrix = engine.module.tall.weight
+    found = utils.safe_get_full_optimizer_state(matrix, "momentum_buffer")
+    assert found is not None and utils.safe_get_full_optimizer_state(engine.module.norm.weight, "exp_avg") is not None
+    try:
+        utils.safe_get_full_optimizer_state(matrix, "exp_avg")
+    except ValueError as error:
+        return torch.equal(found, plain.momentum(plain_model.tall.weight)), str(error)
+    finally:
+        engine.destroy()
+    return False, ""

@@ -55,6 +55,12 @@ def test_checkpoints_go_on_with_other_ranks_and_stages(
     assert cases.go_on(loading, str(tmp_path), saved_by) == [[]] * 3
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_are_found_by_name(stage: int, two_ranks: Ranks) -> None:
+    for same, error in two_ranks(cases.states, stage):
+        assert same and error == "the optimizer's state has momentum_buffer, and no 'exp_avg'"
+
+
 def test_tensor_parallelism_is_refused() -> None:
     store = mock.Mock()  # whose gradients are averaged over other ranks than all
     with pytest.raises(ValueError, match="tensor parallelism has divided them"):

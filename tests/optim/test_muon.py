@@ -232,6 +232,32 @@ def test_host_memory_is_that_of_master_and_momentum() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["in_place", "copied_and_released"])
+def test_a_snapshot_is_of_its_moment(kind: str) -> None:
+    """As a checkpoint that is written while training goes on reads it."""
+    model, other = build(torch.bfloat16), build(torch.bfloat16)
+    optimizer, same = (longshore.Muon(groups_of(each), lr=0.02, **KINDS[kind]) for each in (model, other))
+    for each, of in ((model, optimizer), (other, same)):
+        backward(each, 0)
+        of.step()
+        of.zero_grad()
+    core = optimizer._core
+    reads = [
+        (record.index, name) for record in core.records if record.matrices for name in ("momentum_buffer", "master")
+    ]
+    before = {read: core.store.read_state(*read) for read in reads}
+    snapshot = core.store.local.snapshot(reads, 1 << 20)
+    for each, of in ((model, optimizer), (other, same)):
+        for step in (1, 2):
+            backward(each, step)
+            of.step()
+            of.zero_grad()
+    assert all(torch.equal(snapshot.read_range(*read), before[read]) for read in reads)
+    assert not any(torch.equal(core.store.read_state(*read), before[read]) for read in reads)
+    snapshot.close()
+    assert same_weights(model, other)
+
+
 # -- what is refused ----------------------------------------------------------
 
 

@@ -81,7 +81,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     found = _find(param)
     if found is None:
         return None
-    _check_key(found[0], optim_state_key)
+    _check_key(*found, optim_state_key)
     return found[0].state[found[1].parameter].get(optim_state_key)
 
 
@@ -92,7 +92,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         ValueError: the shape or the name is wrong, or no engine steps the parameter.
     """
     optimizer, record = _found(param, value)
-    _check_key(optimizer, optim_state_key)
+    _check_key(optimizer, record, optim_state_key)
     optimizer.state[record.parameter][optim_state_key] = value
 
 
@@ -156,7 +156,8 @@ def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecor
     return found
 
 
-def _check_key(optimizer: TiledOptimizer, key: str) -> None:
-    known = [name for name in optimizer._core.store.local.arrays if name != MASTER]
+def _check_key(optimizer: TiledOptimizer, record: ParameterRecord, key: str) -> None:
+    arrays, family = optimizer._core.store.local.arrays, record.family
+    known = [name for name in family.states if name in arrays or name == family.matrix_state]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")
