@@ -15,6 +15,7 @@ from simulated_device.demo import BUDGET, MODEL, finished, start
 
 STREAMED = [
     ["--release-gradients"],
+    ["--release-gradients", "--activation-checkpointing"],
     ["--release-gradients", "--dtype", "bf16", "--accumulation", "3", "--speculation-memory", "100%"],
     ["--stage", "3", "--dtype", "fp16", "--clip", "0.01"],
     ["--stage", "3", "--dtype", "bf16", "--accumulation", "2"],

@@ -48,11 +48,25 @@ def test_options_that_change_the_weights(trained, usual, options):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "options", [["--no-offload"], ["--plain"], ["--eval-every", "1"], ["--log-every", "1"]], ids=" ".join
+    "options",
+    [["--no-offload"], ["--plain"], ["--eval-every", "1"], ["--log-every", "1"], ["--activation-checkpointing"]],
+    ids=" ".join,
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_options_that_do_not(trained, usual, options, dtype):
     assert trained("--dtype", dtype, *options).differing(usual("--dtype", dtype)) == []
+
+
+def test_activation_checkpointing_calls_each_block_again(train, tmp_path, monkeypatch):
+    calls = []
+    import transformers.modeling_utils as utils
+
+    former = utils.checkpoint
+    monkeypatch.setattr(utils, "checkpoint", lambda *args, **kwargs: calls.append(args) or former(*args, **kwargs))
+    for options, called in (([], False), (["--activation-checkpointing"], True)):
+        calls.clear()
+        assert train("--steps", "1", "--out", tmp_path / str(called), *options).code == 0
+        assert bool(calls) == called
 
 
 @pytest.mark.parametrize("where", [[], ["--stage", "0"]], ids=["alone", "engine"])

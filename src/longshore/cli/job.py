@@ -344,6 +344,8 @@ def _prepare(
     loop, shared = settings.loop, settings.engine is not None
     sequences = Sequences(corpus, loop.seq_len, loop.seed)
     network = model.build_model(settings.model, loop.seq_len, loop.seed, corpus, tokenizer, shared)
+    if settings.model.activation_checkpointing and (shared or not settings.model.stream):
+        model.checkpoint_activations(network)
     if not shared and not settings.model.stream:  # the engine moves its model itself
         network.to(choose_device(settings.model))
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
@@ -352,7 +354,10 @@ def _prepare(
 def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
     try:
         if settings.engine is None:
-            stream = longshore.stream(network, choose_device(settings.model)) if settings.model.stream else None
+            stream = None
+            if settings.model.stream:
+                again = "cpu" if settings.model.activation_checkpointing else False
+                stream = longshore.stream(network, choose_device(settings.model), checkpoint=again)
             return make_stepper(network, settings.optimizer, stream)
         return EngineStepper(network, settings.engine)
     except (ValueError, ModuleNotFoundError) as error:

@@ -100,6 +100,17 @@ def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None
     return transformers.LlamaForCausalLM(config)
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let backward compute each block again. Raise CommandError if the model cannot."""
+    # The name in transformers changes; each has its options under its own.
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    try:
+        enable: Any = getattr(model, f"{kind}_checkpointing_enable")
+        enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+    except (AttributeError, ValueError) as error:
+        raise CommandError(f"--activation-checkpointing: {type(model).__name__} cannot do it: {error}") from error
+
+
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -123,6 +123,12 @@ _STREAM = (
 )
 
 
+_CHECKPOINTING = (
+    "Backward computes each block again, instead of keeping what it computed; with --stream the inputs of the blocks "
+    "rest on the host, too. The weights are the same bits."
+)
+
+
 @dataclass(frozen=True)
 class ModelSettings(CommandSettings):
     """A shape for random weights, or ``path``, a folder with a model in the format of transformers."""
@@ -134,6 +140,7 @@ class ModelSettings(CommandSettings):
         str, _model("cpu, or a type of accelerator (cuda, xpu, ...). auto: the accelerator, if there is one.")
     ] = "auto"
     stream: Annotated[bool, _model(_STREAM)] = False
+    activation_checkpointing: Annotated[bool, _model(_CHECKPOINTING)] = False
 
     def check_path(self) -> None:
         """Raise CommandError if ``path`` is no folder."""

@@ -130,6 +130,11 @@ def tail(plan: Plan) -> Iterator[str]:
     )
     if best.choice.streams:
         yield f"  forward and backward wait {_time(times.waited_s)} for parameters"
+    if plan.job.checkpointing:
+        yield (
+            "  activation checkpointing is switched on in the model, not in the configuration: call its "
+            "gradient_checkpointing_enable(), or longshore train --activation-checkpointing"
+        )
     if plan.offloaded is not None:
         which = "its offload" if plan.offloaded is best else plan.offloaded.choice.title
         when = "at no number of tokens" if plan.hidden_at is None else f"from {plan.hidden_at:,} tokens a step on"
