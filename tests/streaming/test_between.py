@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 import longshore
 from longshore.errors import LongshoreError, ParameterError
+from longshore.streaming import streams_of
 
 pytestmark = pytest.mark.gpu
 
@@ -229,6 +230,30 @@ def test_no_gradient_is_none() -> None:
         each(batch()).square().sum().backward()
     assert model.blocks[0].unused.grad is None  # zeros would let weight decay move it
     assert same_gradients(plain, model)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("half way")
+
+
+def test_gradients_of_a_backward_that_raised_are_let_go() -> None:
+    plain, model = pair()
+    for _ in range(3):
+        halfway = _Fails.apply(model.blocks[0](batch()))
+        with pytest.raises(RuntimeError, match="half way"):
+            model.blocks[1](halfway).sum().backward()
+        model.zero_grad()
+    (stream,) = streams_of(model.parameters())
+    for each in (plain, model):
+        each(batch()).square().sum().backward()
+    assert same_gradients(plain, model)
+    assert not stream._lanes._landing
 
 
 class Transposed(nn.Module):

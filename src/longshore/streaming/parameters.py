@@ -96,6 +96,10 @@ class Lanes:
             del copy
             self.to_host.forget_finished()  # which would keep the gradient, so that autograd would copy it
 
+    def forget_gradients(self) -> None:
+        """Let go of gradients that a backward which raised brought to the host, and nobody took."""
+        self._landing.clear()
+
 
 class _Land(torch.autograd.Function):
     """Nothing in forward; in backward, wait until a gradient is on the host."""

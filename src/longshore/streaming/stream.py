@@ -213,6 +213,7 @@ class Stream:
             )
         if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
             self._resident.begin()
+            self._lanes.forget_gradients()
         kept_out = block.begin_use()
         self._calls += 1
         return kept_out
