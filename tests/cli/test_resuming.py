@@ -243,6 +243,7 @@ OF_NO_BIT = {
         "resume_auto",
     ),  # stage: the order of sums
     *("paths", "tokenizer", "device"),  # the tokens themselves are compared, and where the model is
+    "activation_checkpointing",
     "stream",  # but for --release-gradients, which it means
 }
 OF_NO_BIT_IN_THE_ENGINE = {

@@ -517,8 +517,8 @@ MUTANTS = [
     ),
     _mutant(
         "what is written unseen between calls is not fetched",
-        "            self._resident.begin()\n        kept_out",
-        "            pass\n        kept_out",
+        "            self._resident.begin()\n            self._lanes.forget",
+        "            self._lanes.forget",
         STREAM,
         file="streaming/stream.py",
     ),

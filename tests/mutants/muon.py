@@ -42,15 +42,15 @@ MUTANTS = [
     Mutant(
         "weights decay twice",
         "optim/rules/muon.py",
-        "decay=1 - self.lr * self.weight_decay)",
-        "decay=(1 - self.lr * self.weight_decay) ** 2)",
+        "decay=float(1 - lr * self.weight_decay))",
+        "decay=float(1 - lr * self.weight_decay) ** 2)",
         (MUON,),
     ),
     Mutant(
         "weights decay by the adjusted learning rate",
         "optim/rules/muon.py",
-        "decay=1 - self.lr * self.weight_decay)",
-        "decay=1 - self.lr * ratio * self.weight_decay)",
+        "decay=float(1 - lr * self.weight_decay))",
+        "decay=float(1 - lr * ratio * self.weight_decay))",
         (MUON,),
     ),
     Mutant(

@@ -251,7 +251,7 @@ class ShardedStore(ParameterStore):
         exchange = RankExchange(self.ownership, matrices, self.transfer) if matrices else None
         try:
             self.ownership.before_publishing()
-            self.local.commit(own, scale, exchange=exchange)
+            self.local.commit(own, scale, lambda: None, exchange)
         except BaseException as error:
             failure = error  # the others are told below
             if exchange is not None:

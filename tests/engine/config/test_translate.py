@@ -124,7 +124,7 @@ def test_all_problems_at_once() -> None:
         'devise = "cpu": "devise" is not a key of zero_optimization.offload_optimizer; did you mean "device"?',
         "zero_optimization.stage = 4: must be one of 0, 1, 2",
         'zero_optimization.reduce_bucket_size = "5e8 or so": must be an integer of at least 1',
-        'optimizer.type = "Muon": is not supported: it looks at shapes',
+        'optimizer.type = "Muon": is not supported: its groups depend on the model',
         "scheduler.params.total_num_steps: is missing",
         "fp16.enabled = true: excludes bf16.enabled, which is true too; leave one of them true",
         "change train_batch_size to 6 or 8",

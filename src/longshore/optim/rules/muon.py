@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import MatrixRule, Rule, newton_schulz, newton_schulz_bytes
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.layout import DimRange, MatrixLayout
-from longshore.optim.family import RuleFamily, flag, not_negative, number
+from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.offload import StoreFactory
 from longshore.optim.rule_optimizer import RuleOptimizer
 from longshore.optim.rules.adam import AdamFamily, AdamW
@@ -103,6 +103,8 @@ class MuonRule(MatrixRule):
     eps: float
     ns_steps: int
     adjust_lr_fn: str | None
+    lr_dtype: torch.dtype | None = None
+    """The dtype of the learning rate if it is a tensor, in which torch then computes with it."""
 
     @property
     def first(self) -> Rule:
@@ -115,7 +117,8 @@ class MuonRule(MatrixRule):
         ratio = math.sqrt(max(1, rows / columns))
         if self.adjust_lr_fn == "match_rms_adamw":
             ratio = 0.2 * math.sqrt(max(rows, columns))
-        return UpdateRule(lr=self.lr * ratio, decay=1 - self.lr * self.weight_decay)
+        lr = self.lr if self.lr_dtype is None else torch.tensor(self.lr, dtype=self.lr_dtype, device="cpu")
+        return UpdateRule(lr=float(lr * ratio), decay=float(1 - lr * self.weight_decay))
 
     def workspace_bytes(self, rows: int, columns: int) -> int:
         return newton_schulz_bytes(rows, columns)
@@ -210,6 +213,9 @@ class MatrixFamily(RuleFamily):
     states = (MuonRule.state,)
     matrix_state = MuonRule.state
     keeps_step = False
+
+    def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+        return {"lr_dtype": group["lr"].dtype if isinstance(group["lr"], Tensor) else None}
 
     def matrix_layout(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> MatrixLayout:
         return matrix_layout(shape, group.get("split"), group.get("split_dim", 0))
