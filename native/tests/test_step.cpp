@@ -253,7 +253,7 @@ TEST(step_tile_refuses_before_it_writes) {
         t.tile.buffer_numel = 7;
     });
     check_refused("a tile of unknown rule -1", [](RefusedTile& t) { t.tile.rule = -1; });
-    check_refused("a tile of unknown rule 4", [](RefusedTile& t) { t.tile.rule = 4; });
+    check_refused("a tile of unknown rule 6", [](RefusedTile& t) { t.tile.rule = 6; });
     check_refused("Adam has 10 scalars, not 9", [](RefusedTile& t) { t.tile.scalars[1].pop_back(); });
     check_refused("Adam has 10 scalars, not 0", [](RefusedTile& t) { t.tile.scalars[0].clear(); });
     check_refused("a buffer of 0 arrays", [](RefusedTile& t) { t.tile.buffer_arrays = 0; });
