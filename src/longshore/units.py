@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 WrapPolicy = str | int | Sequence[str] | Callable[[str, nn.Module], bool]
 """Chooses the modules that are gathered as a whole: see :func:`units_of`."""
@@ -79,7 +80,7 @@ def _stands_alone(module: nn.Module, users: Counter[int]) -> bool:
     (tied ones are gathered with the model itself)."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return False
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":  # nn.MultiheadAttention reads its weight alone
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weight and never calls it
         return False
     mine = _users(module)
     return bool(mine) and all(users[key] == count for key, count in mine.items())

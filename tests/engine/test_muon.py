@@ -61,6 +61,13 @@ def test_states_are_found_by_name(stage: int, two_ranks: Ranks) -> None:
         assert same and error == "the optimizer's state has momentum_buffer, and no 'exp_avg'"
 
 
+def test_matrices_count_as_offloaded() -> None:
+    engine = cases.started(0, torch.float32)
+    cases.train(engine, 0)
+    assert engine.explain().offloaded_share == engine.explain().ratio == 1.0
+    engine.destroy()
+
+
 def test_tensor_parallelism_is_refused() -> None:
     store = mock.Mock()  # whose gradients are averaged over other ranks than all
     with pytest.raises(ValueError, match="tensor parallelism has divided them"):

@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "what comes first goes to the host",
         "tiles/backends.py",
-        "            self._add(self._on_device, [kept])\n",
-        "            kept, rest = rest, kept\n            self._add(self._on_device, [kept])\n",
+        "            self._add(self.on_device, [kept])\n",
+        "            kept, rest = rest, kept\n            self._add(self.on_device, [kept])\n",
         (SPLIT,),
     ),
     Mutant(

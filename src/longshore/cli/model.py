@@ -108,7 +108,10 @@ def checkpoint_activations(model: nn.Module) -> None:
         enable: Any = getattr(model, f"{kind}_checkpointing_enable")
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     except (AttributeError, ValueError) as error:
-        raise CommandError(f"--activation-checkpointing: {type(model).__name__} cannot do it: {error}") from error
+        raise CommandError(
+            f"{type(model).__name__} cannot compute its blocks again ({one_line(error)}): leave out "
+            "--activation-checkpointing"
+        ) from error
 
 
 def count_parameters(model: nn.Module) -> int:

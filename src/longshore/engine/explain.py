@@ -165,7 +165,7 @@ def explain(
         rank=ranks.rank,
         world_size=ranks.world_size,
         offload=config.offload_device,
-        ratio=config.offload_ratio if len(local.backends) > 1 else 1.0,
+        ratio=1.0 if local.on_device is None else config.offload_ratio,
         offloaded_share=_offloaded_share(local),
         buckets=tuple(buckets),
         tiles=len(local.tiles),
@@ -181,5 +181,6 @@ def explain(
 
 def _offloaded_share(local: TileStore) -> float:
     """Return the share of a store's elements that do not stay on the device for ``ratio``; 1.0 without elements."""
-    offloaded, both = (sum(tile.layout.numel for tile in tiles) for tiles in (local.backend.tiles, local.tiles))
-    return offloaded / both if both > 0 else 1.0
+    stays = [] if local.on_device is None else local.on_device.tiles
+    kept, whole = (sum(tile.layout.numel for tile in tiles) for tiles in (stays, local.tiles))
+    return (whole - kept) / whole if whole > 0 else 1.0

@@ -181,8 +181,8 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
     if streams := streams_of(model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} is streamed to {streams[0].device} by longshore.stream(): leave that out and let "
-            "the engine stream it (stage 3 with offload_param), or train it without an engine"
+            f"{type(model).__name__} is streamed to {streams[0].device} already: leave out longshore.stream() and let "
+            "the engine stream it (stage 3 with offload_param), or call destroy() of the engine that does"
         )
     for name, module in model.named_modules():
         kind = type(module).__name__

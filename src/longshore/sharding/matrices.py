@@ -70,9 +70,9 @@ class RankExchange(MatrixExchange):
         self._shared = [self._batch(each) for each in _batched(shared)]
         self._ends = False
         """Whether the ranks meet no more in this commit."""
-        order = commit_moves(len(self._shared), MATRICES_UNDER_WAY)
-        self._rounds = [(move, place) for move, place in order]
-        """Meetings of the ranks, in their order: pieces come (``FILL``), and results go back."""
+        self._rounds = [place for _, place in commit_moves(len(self._shared), MATRICES_UNDER_WAY)]
+        """Places of the batches for which the ranks have still to meet, in the order of the meetings: pieces come, and
+        results go back."""
 
     def _is_whole(self, matrix: Matrix) -> bool:
         return all(numel == matrix.numel for _, numel in self._ownership.owners(matrix.parameter))
@@ -187,7 +187,7 @@ class RankExchange(MatrixExchange):
         after those of this commit."""
         if self._ends or not self._rounds:
             return
-        shared = self._shared[self._rounds[0][1]]
+        shared = self._shared[self._rounds[0]]
 
         def tell() -> None:
             outgoing, _ = self._outgoing(shared)

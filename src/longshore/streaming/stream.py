@@ -144,10 +144,6 @@ class Stream:
         """Return whether this is one of the parameters, and the stream is not closed."""
         return id(parameter) in self._streamed and not self.closed
 
-    def has(self, module: nn.Module) -> bool:
-        """Return whether this is one of the modules, and the stream is not closed."""
-        return not self.closed and any(module is each for each in self._modules)
-
     @property
     def recorders(self) -> Sequence[Recorder]:
         """Who is told of each copy; see :class:`~longshore.tiles.Recorder`."""
@@ -331,9 +327,8 @@ def stream(
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    for module in model.modules():
-        if any(each.has(module) for each in _streams):
-            raise LongshoreError(f"{type(module).__name__} is streamed already; call close() of its stream first")
+    if streams_of(model.parameters()):
+        raise LongshoreError(f"{type(model).__name__} is streamed already; call close() of its stream first")
     check_parameters(model)
     units = units_of(model, blocks, "blocks")
     if not units:

@@ -51,7 +51,7 @@ class Backends:
         self._pending_reads = PendingReads()
         self.backend = Backend(settings, (MASTER,), self._pending_reads)
         """The backend of all parameters but matrices, and those that ``on_device`` has."""
-        self._on_device = None if on_device is None else Backend(on_device, (MASTER,), self._pending_reads)
+        self.on_device = None if on_device is None else Backend(on_device, (MASTER,), self._pending_reads)
         self.matrices: MatrixBackend | None = None
         self.recorder: Recorder = NO_RECORDER
         """Receives events of the backends of ``settings``; a device profiler shows the kernels of the other one."""
@@ -60,7 +60,7 @@ class Backends:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """All backends, in the order in which they step: what takes the device comes before what takes the host."""
-        found = (self.matrices, self._on_device, self.backend)
+        found = (self.matrices, self.on_device, self.backend)
         return tuple(backend for backend in found if backend is not None)
 
     @property
@@ -107,8 +107,8 @@ class Backends:
             added = [each for each in added if each[0] not in self.matrices.ranges]
             self._add(self.matrices, [[each] for each in whole])
         kept, rest = divided(added, self._ratio)
-        if self._on_device is not None:
-            self._add(self._on_device, [kept])
+        if self.on_device is not None:
+            self._add(self.on_device, [kept])
         self._add(self.backend, [rest])
 
     def _add(self, backend: Backend, ranges: Iterable[Sequence[Range]]) -> None:
@@ -131,7 +131,7 @@ class Backends:
     def _record(self, recorders: tuple[Recorder, ...]) -> None:
         self.recorders = recorders
         for backend in self.backends:
-            if backend is not self._on_device:
+            if backend is not self.on_device:
                 self.recorder = backend.set_recorders(recorders)
 
     def host_bytes(self) -> dict[str, int]:
@@ -145,6 +145,6 @@ class Backends:
     def _bytes(self, on_device: bool) -> dict[str, int]:
         counted: Counter[str] = Counter()
         for backend in self.backends:
-            if (backend is self._on_device or not backend.on_host) == on_device:
+            if (backend is self.on_device or not backend.on_host) == on_device:
                 counted.update(backend.state_bytes())
         return dict(counted)

@@ -226,12 +226,8 @@ class MuonFamily(RuleFamily):
 
     options = MatrixFamily.options
     absent = MatrixFamily.absent
-    rule = MuonRule  # pyright: ignore[reportAssignmentType]
     states = (*MatrixFamily.states, *AdamFamily.states)
-    optional_states = frozenset(states)
     matrix_state = MuonRule.state
-    refused_states = AdamFamily.refused_states
-    needs_step = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,9 +239,6 @@ class MuonFamily(RuleFamily):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         self.of(group).check_group(group)
-
-    def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return self.of(group).values_of(group)
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         return self.of(group).states_of(group)
