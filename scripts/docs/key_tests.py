@@ -69,6 +69,24 @@ _KEYS = {
         "optimizer.params.nesterov",
     ),
     "tests/engine/test_optimizers_by_name.py::test_bias_correction": ("optimizer.params.bias_correction",),
+    "tests/engine/test_muon_config.py::test_options_are_those_of_the_optimizer": (
+        "optimizer.params.ns_coefficients",
+        "optimizer.params.ns_eps",
+        "optimizer.params.ns_steps",
+        "optimizer.params.adjust_lr_fn",
+    ),
+    "tests/engine/test_muon_config.py::test_rates_and_decays_of_both_kinds": (
+        "optimizer.params.muon_lr",
+        "optimizer.params.adam_lr",
+        "optimizer.params.adam_weight_decay",
+    ),
+    "tests/engine/test_muon_config.py::test_as_muon_groups_divides": (
+        "optimizer.params.split",
+        "optimizer.params.others",
+    ),
+    "tests/engine/test_muon_config.py::test_the_default_method_of_deepspeed_is_worth_a_note": (
+        "optimizer.params.ns_method",
+    ),
     "tests/engine/config/test_translate.py::test_adam_w_mode": ("optimizer.params.adam_w_mode",),
     "tests/engine/config/test_translate.py::test_torch_adam": ("optimizer.params.torch_adam",),
     "tests/engine/test_schedules_by_name.py::test_types": ("scheduler.type",),

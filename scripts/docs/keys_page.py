@@ -103,6 +103,10 @@ PARAMETERS: dict[str, Mapping[str, type[NamedModel]]] = {"optimizer.params": OPT
 
 _WITHOUT = {
     "warmup_max_lr": "the group's own",
+    **dict.fromkeys(("muon_lr", "adam_lr"), "lr"),
+    "adam_weight_decay": "weight_decay",
+    "adjust_lr_fn": "original",
+    "split": "none",
     "cycle_second_step_size": "the first",
     "cycle_second_stair_count": "the first",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -151,3 +152,31 @@ def states(stage: int) -> tuple[bool, str]:
     finally:
         engine.destroy()
     return False, ""
+
+
+def plain_of_configuration(model: Model, split: Mapping[str, Any]) -> PlainMuon:
+    """The loop that has the numbers of :func:`configured`, with groups that are written by hand."""
+    rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    hows = {name: how if isinstance(how, Mapping) else {"split": how} for name, how in split.items()}
+    named = {name: each for name, each in model.named_parameters() if each.ndim > 1 and name != "embedding.weight"}
+    adamw = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    groups = [{"params": [each], **hows.get(name, {})} for name, each in named.items()]
+    groups.append({"params": [model.embedding.weight, *rest], "use_muon": False, **adamw})
+    return PlainMuon(groups, lr=0.02, weight_decay=0.1)
+
+
+def configured(stage: int, split: Mapping[str, Any], steps: int = 3) -> list[list[str]]:
+    """The names of the parameters that differ after each step, of an engine whose configuration names Muon."""
+    params = {"lr": 0.02, "adam_lr": 3e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1, "split": split}
+    optimizer = {"type": "Muon", "params": {**params, "ns_method": "standard"}}
+    plain_model = build()
+    plain = plain_of_configuration(plain_model, split)
+    engine, *_ = longshore.initialize(model=build(), config=configuration(stage, optimizer=optimizer))
+    found = []
+    for step in range(steps):
+        gradients = mean_gradients(plain_model, step)
+        train(engine, step)
+        plain.step(gradients)
+        found.append(equal(engine, plain_model))
+    engine.destroy()
+    return found

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 from longshore.engine.client import converted
 from longshore.engine.config import Config
+from longshore.engine.config.optimizers import MuonConfig
+from longshore.engine.muon import muon_groups_of
+from longshore.optim.muon_groups import show_groups
 from longshore.optim.offload import StoreFactory
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -20,11 +23,12 @@ def client_optimizer(
     given: Optimizer | Callable[[list[Any]], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     config: Config,
+    show: bool = False,
 ) -> tuple[Optimizer | None, list[dict[str, Any]]]:
     """Return the user's optimizer and no groups, or None and the groups for the optimizer that the configuration names.
 
     ``given`` is the optimizer, or a function that makes it. Groups have ``(FQN, parameter)``, so that errors can name
-    parameters; without ``model_parameters`` they have all trainable ones.
+    parameters; without ``model_parameters`` they have all trainable ones. Muon's are printed if ``show``.
 
     Raises:
         ValueError: two optimizers are given, or one that was built with other parameters.
@@ -38,7 +42,12 @@ def client_optimizer(
         else list(model_parameters.parameters() if isinstance(model_parameters, nn.Module) else model_parameters)
     )
     if given is None:
-        return None, _named_groups(model, entries)
+        groups = _named_groups(model, entries)
+        if isinstance(config.optimizer, MuonConfig):
+            groups = muon_groups_of(model, groups, config.optimizer)
+            if show:
+                show_groups(groups)
+        return None, groups
     if config.optimizer is not None:
         raise ValueError("an optimizer is given twice: as optimizer= and in the configuration; keep one")
     if not isinstance(given, Optimizer):
@@ -92,4 +101,4 @@ def make_optimizer(
         return converted(client, release_gradients=True, offload=store_factory, names=names)
     assert config.optimizer is not None  # load_config() checks it
     kind: Any = OPTIMIZERS[config.optimizer.type]  # the signatures differ
-    return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=store_factory)
+    return kind(groups, **config.optimizer.options(), release_gradients=True, offload=store_factory)

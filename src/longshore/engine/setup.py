@@ -125,7 +125,7 @@ def initialize(
         binding = bind(settings, ranks, environ)
         undo.callback(binding.release)
         first = _place(model, settings, ranks, weights)
-        client, groups = client_optimizer(model, optimizer, model_parameters, settings)
+        client, groups = client_optimizer(model, optimizer, model_parameters, settings, show=ranks.rank == 0)
         sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
         streamed = stream_model(model, wrap_policy, settings, ranks, undo)

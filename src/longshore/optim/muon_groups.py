@@ -44,23 +44,18 @@ def muon_groups(
         ValueError: a pattern fits no parameter; or a parameter looks as if it held several matrices, and neither
             ``split`` nor ``others`` says what to do with it.
     """
-    split, adamw = dict(split or {}), dict(adamw or {})
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    for pattern in (*split, *others):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-            raise ValueError(f"{pattern!r} is the name of no trained parameter of the model")
-    outer = _embeddings_and_heads(model)
+    options_of = matrix_options(model, named, split or {}, others)
     matrices: dict[str, tuple[dict[str, Any], list[tuple[str, Tensor]]]] = {}
     tables: list[tuple[str, Tensor]] = []
     vectors: list[tuple[str, Tensor]] = []
     for name, parameter in named.items():
-        how = next((value for pattern, value in split.items() if fnmatch.fnmatchcase(name, pattern)), _UNSAID)
-        other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
-        if other or (how is _UNSAID and (id(parameter) in outer or parameter.ndim not in (2, 3))):
+        options = options_of[name]
+        if options is None:
             (vectors if parameter.ndim < 2 else tables).append((name, parameter))
-            continue
-        options = _options_of(how, name, parameter)
-        matrices.setdefault(repr(options), (options, []))[1].append((name, parameter))
+        else:
+            matrices.setdefault(repr(options), (options, []))[1].append((name, parameter))
+    adamw = dict(adamw or {})
     groups = [
         {"params": members, "use_muon": True, **(muon or {}), **options} for options, members in matrices.values()
     ]
@@ -68,9 +63,54 @@ def muon_groups(
         groups.append({"params": tables, "use_muon": False, **adamw})
     if vectors:
         groups.append({"params": vectors, "use_muon": False, **adamw, "weight_decay": 0.0})
-    for group in groups if show else ():
-        print(_line(group))
+    if show:
+        show_groups(groups)
     return groups
+
+
+def show_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line for each group of :class:`~longshore.Muon` whose members have names."""
+    for group in groups:
+        print(_line(group))
+
+
+def matrix_options(
+    model: nn.Module,
+    named: Mapping[str, Tensor],
+    split: Mapping[str, Split | Mapping[str, Any]],
+    others: Sequence[str],
+    marks: Mapping[str, bool] | None = None,
+    where: str = "in longshore.muon_groups()",
+) -> dict[str, dict[str, Any] | None]:
+    """Return by name the options ``split`` and ``split_dim`` of each parameter that Muon is to step, and None for each
+    that AdamW is to step.
+
+    Args:
+        model: the model; it says which parameters are of embeddings and of the head.
+        named: the parameters.
+        split: as in :func:`muon_groups`.
+        others: as in :func:`muon_groups`.
+        marks: by name, whether Muon steps a parameter. None: that follows from the model.
+        where: where the user gives these two, for errors.
+
+    Raises:
+        ValueError: as in :func:`muon_groups`.
+    """
+    for pattern in (*split, *others):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+            raise ValueError(f"{pattern!r} is the name of no trained parameter of the model")
+    outer = _embeddings_and_heads(model)
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, parameter in named.items():
+        how = next((value for pattern, value in split.items() if fnmatch.fnmatchcase(name, pattern)), _UNSAID)
+        other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
+        if how is _UNSAID and marks is None:
+            other |= id(parameter) in outer or parameter.ndim not in (2, 3)
+        if other or (marks is not None and not marks[name]):
+            found[name] = None
+        else:
+            found[name] = _options_of(how, name, parameter, where)
+    return found
 
 
 _UNSAID = object()
@@ -85,15 +125,15 @@ def _embeddings_and_heads(model: nn.Module) -> set[int]:
     return {id(parameter) for module in found for parameter in module.parameters()}
 
 
-def _options_of(how: Any, name: str, parameter: Tensor) -> dict[str, Any]:
+def _options_of(how: Any, name: str, parameter: Tensor, where: str) -> dict[str, Any]:
     """Return the options ``split`` and ``split_dim`` of a group for a parameter."""
-    said = f"say split={{{name!r}: ...}} in longshore.muon_groups(), or others=[{name!r}] for AdamW"
+    said = f"say split={{{name!r}: ...}} {where}, or others=[{name!r}] for AdamW"
     if how is _UNSAID:
         if parameter.ndim == 3:
             raise ValueError(
                 f"parameter {name} is {list(parameter.shape)}: a stack of matrices ('stack'), or none; {said}"
             )
-        if any(part in name.lower() for part in _FUSED):
+        if parameter.ndim == 2 and any(part in name.lower() for part in _FUSED):
             raise ValueError(
                 f"parameter {name}, {list(parameter.shape)}, looks as if it held several matrices; {said} (a number of "
                 "blocks, their sizes, or None if it is one matrix)"

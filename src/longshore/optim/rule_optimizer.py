@@ -28,8 +28,6 @@ class RuleOptimizer(TiledOptimizer):
     """The class in ``torch.optim`` that has the same groups and states."""
     deepspeed_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of options that a DeepSpeed file leaves out, where they differ from the signature's."""
-    in_files: ClassVar[bool] = True
-    """Whether a configuration can name it."""
     suggested: ClassVar[Mapping[str, Any]] = {"lr": 1e-4}
     """Options that the planner writes into a DeepSpeed file, for the user to change."""
 

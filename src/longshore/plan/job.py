@@ -18,7 +18,7 @@ import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
 from longshore.optim.rule_optimizer import OPTIMIZERS
 
-STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items() if optimizer.in_files}
+STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items() if name != "Muon"}
 """State arrays of each optimizer beside the master weights; SGD is planned with momentum."""
 
 

@@ -17,6 +17,7 @@ from longshore.engine.config.values import (
     Kind,
     Number,
     OneOf,
+    Splits,
 )
 
 LARGE = 10**12
@@ -48,6 +49,10 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
         return st.lists(values_of(kind.of), min_size=kind.count or 0, max_size=kind.count or 3)
     if isinstance(kind, Either):
         return st.one_of([values_of(one) for one in kind.kinds])
+    if isinstance(kind, Splits):
+        blocks = st.integers(1, 9) | st.lists(st.integers(1, 9), max_size=3) | st.just("stack") | st.none()
+        alone = blocks | st.fixed_dictionaries({"split": blocks}, optional={"split_dim": st.sampled_from([0, 1])})
+        return st.dictionaries(st.text(max_size=5), alone, max_size=2)
     if isinstance(kind, Infinite):
         return st.just(float("inf"))
     assert isinstance(kind, Block), kind

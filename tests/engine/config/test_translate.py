@@ -98,7 +98,7 @@ def test_all_problems_at_once() -> None:
     file = json.loads(USERS_BLOCK)
     file["zero_optimization"]["offload_optimizer"]["devise"] = "cpu"
     file["zero_optimization"] |= {"stage": 4, "reduce_bucket_size": "5e8 or so", "zenflow": {"topk_ratio": 0.1}}
-    file["optimizer"]["type"] = "Muon"
+    file["optimizer"]["type"] = "LAMB"
     file["scheduler"] = {"type": "WarmupDecayLR", "params": {}}
     file["fp16"]["enabled"] = file["bf16"]["enabled"] = True
     file |= {"train_batch_size": 7, "elasticity": {"enabled": True}, "wall_clock_breakdown": 2}
@@ -124,7 +124,7 @@ def test_all_problems_at_once() -> None:
         'devise = "cpu": "devise" is not a key of zero_optimization.offload_optimizer; did you mean "device"?',
         "zero_optimization.stage = 4: must be one of 0, 1, 2",
         'zero_optimization.reduce_bucket_size = "5e8 or so": must be an integer of at least 1',
-        'optimizer.type = "Muon": is not supported: its groups depend on the model',
+        'optimizer.type = "LAMB": is not supported: it looks at shapes or norms of whole parameters',
         "scheduler.params.total_num_steps: is missing",
         "fp16.enabled = true: excludes bf16.enabled, which is true too; leave one of them true",
         "change train_batch_size to 6 or 8",

@@ -22,6 +22,9 @@ _DEEPSPEED_CLIPPING = 1.0
 _TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
 """The defaults of ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
 
+_MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
+"""Learning rates of DeepSpeed's Muon where a file gives none."""
+
 _OFFLOAD = "zero_optimization.offload_optimizer"
 
 _NO_OPTIMIZER = Problem(
@@ -305,7 +308,20 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
 def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
     """Return the model of an optimizer, and change ``given``, a file's parameters, into its fields."""
     defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
-    if given.pop("adam_w_mode", True) and kind == "Adam":
+    if kind == "Muon":
+        if "lr" not in given:
+            defaults = {**_MUON_RATES, **defaults}
+        if given.pop("ns_method", None) is None:
+            reading.notes.append(
+                "optimizer.type Muon gives the weights of torch.optim.Muon and torch.optim.AdamW, with clipping before "
+                "momentum; DeepSpeed's default is Gram Newton-Schulz in float16, whose numbers are others; set "
+                "ns_method to standard to say that this is meant"
+            )
+    decoupled = given.pop("adam_w_mode", True)
+    if kind == "Muon" and not decoupled:
+        what = "is not supported: what Muon does not step, AdamW steps; leave it out"
+        reading.problem("optimizer.params.adam_w_mode", what, decoupled)
+    if decoupled and kind == "Adam":
         kind = "AdamW"
         if given.get("weight_decay"):
             reading.notes.append(

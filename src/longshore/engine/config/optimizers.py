@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model, model_validator
 
 import longshore.optim.rules  # noqa: F401  registers every rule
 from longshore.engine.config.base import NamedModel
-from longshore.engine.config.values import BETA, BOOLEAN, NOT_NEGATIVE, Items, Number, OneOf, kind_in
+from longshore.engine.config.values import (
+    BETA,
+    BOOLEAN,
+    NOT_NEGATIVE,
+    SPLITS,
+    TEXT,
+    Items,
+    Number,
+    OneOf,
+    kind_in,
+)
 from longshore.optim.family import beta, betas, flag, not_negative, number
 from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
 from longshore.optim.rule_optimizer import RuleOptimizer
@@ -34,8 +44,12 @@ class OptimizerModel(NamedModel):
 
     @model_validator(mode="after")
     def _options_agree(self) -> OptimizerModel:
-        CLASSES[self.type].rules.check_together(self.arguments())
+        CLASSES[self.type].rules.check_together(self.options())
         return self
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments for the optimizer's class, beside the parameters."""
+        return self.arguments()
 
 
 def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
@@ -49,7 +63,53 @@ def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
     return create_model(f"{kind.__name__}Config", __base__=OptimizerModel, __module__=module, __doc__=summary, **fields)
 
 
-OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items() if kind.in_files}
+class MuonConfig(OptimizerModel):
+    """Muon for the matrices of a model, and AdamW for the rest, with DeepSpeed's names.
+
+    The parameters are divided as by :func:`longshore.muon_groups`, unless groups or parameters have a mark
+    ``use_muon``. ``lr`` and ``weight_decay`` are for both kinds, unless one has its own; ``betas`` and ``eps`` are
+    AdamW's.
+    """
+
+    type: Literal["Muon"] = "Muon"  # pyright: ignore[reportIncompatibleVariableOverride]
+    lr: Annotated[float, NOT_NEGATIVE] = 1e-3
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    momentum: Annotated[float, NOT_NEGATIVE] = 0.95
+    nesterov: Annotated[bool, BOOLEAN] = True
+    ns_coefficients: Annotated[tuple[float, float, float], Items(Number(), 3)] = (3.4445, -4.7750, 2.0315)
+    ns_eps: Annotated[float, Number()] = 1e-7
+    ns_steps: Annotated[int, Number(0, maximum=99, whole=True)] = 5
+    adjust_lr_fn: Annotated[str | None, OneOf(("original", "match_rms_adamw"))] = None
+    muon_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    adam_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    betas: Annotated[tuple[float, float], Items(BETA, 2)] = (0.9, 0.999)
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-8
+    adam_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
+    split: Annotated[Mapping[str, Any] | None, SPLITS] = None
+    others: Annotated[tuple[str, ...], Items(TEXT)] = ()
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "lr": self.lr if self.muon_lr is None else self.muon_lr,
+            "eps": self.ns_eps,
+            **{name: getattr(self, name) for name in ("weight_decay", "momentum", "nesterov")},
+            **{name: getattr(self, name) for name in ("ns_coefficients", "ns_steps", "adjust_lr_fn")},
+        }
+
+    def adamw_options(self) -> dict[str, Any]:
+        """Return the options of the groups that AdamW steps."""
+        decay = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
+        lr = self.lr if self.adam_lr is None else self.adam_lr
+        return {"lr": lr, "betas": self.betas, "eps": self.eps, "weight_decay": decay}
+
+
+def _models() -> dict[str, type[OptimizerModel]]:
+    """Create the configurations of all optimizers, by name."""
+    written = {"Muon": MuonConfig}
+    return {name: written.get(name) or _model(kind) for name, kind in CLASSES.items()}
+
+
+OPTIMIZERS = _models()
 
 if TYPE_CHECKING:
     OptimizerConfig = OptimizerModel
@@ -73,7 +133,6 @@ _CLIENT = "construct it and pass it as initialize(optimizer=...); elementwise on
 REFUSED_OPTIMIZERS: dict[str | int, str] = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSED),
     "lamb": f"{_SHAPES}; use AdamW",
-    "muon": "its groups depend on the model: pass initialize(optimizer=longshore.Muon(groups))",
     "adafactor": f"{_SHAPES}; use AdamW, or Lion for less state",
     "lbfgs": "it calls the model several times a step; use torch.optim.LBFGS without longshore",
     "sparseadam": "sparse gradients are refused; make the embedding with sparse=False and use Adam",

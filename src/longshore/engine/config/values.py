@@ -274,6 +274,39 @@ class Infinite(Kind):
 
 
 @dataclass(frozen=True)
+class Splits(Kind):
+    """Which parameters hold several matrices, by patterns of names, as :func:`longshore.muon_groups` takes it."""
+
+    def says(self) -> str:
+        return (
+            "a section of patterns of parameter names, each with a number of blocks (3), their sizes ([64, 16, 16]), "
+            '"stack", null for one matrix, or {"split": 3, "split_dim": 1}'
+        )
+
+    def read(self, value: object) -> Mapping[str, Any] | None:
+        if not isinstance(value, Mapping):
+            return None
+        fine = all(isinstance(pattern, str) and self._is_one(how) for pattern, how in value.items())
+        return {pattern: self._plain(how) for pattern, how in value.items()} if fine else None
+
+    def _is_one(self, how: object) -> bool:
+        if isinstance(how, Mapping):
+            dims = how.get("split_dim", 0)
+            return {"split"} <= {*how} <= {"split", "split_dim"} and dims in (0, 1) and self._is_split(how["split"])
+        return self._is_split(how)
+
+    def _is_split(self, split: object) -> bool:
+        return split in (None, "stack") or any(kind.read(split) is not None for kind in (AT_LEAST_1, _SIZES))
+
+    def _plain(self, how: object) -> Any:
+        """Return it with whole numbers as integers."""
+        if isinstance(how, Mapping):
+            return {"split": self._plain(how["split"]), "split_dim": int(how.get("split_dim", 0))}
+        found = next((kind.read(how) for kind in (AT_LEAST_1, _SIZES) if kind.read(how) is not None), how)
+        return list(found) if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True)
 class Block(Kind):
     """A section that is judged as a whole, by whether it switches anything on.
 
@@ -326,6 +359,8 @@ BOOLEAN = Exactly(bool, "true or false")
 TEXT = Exactly(str, "a string")
 AT_LEAST_0 = Number(0, whole=True)
 AT_LEAST_1 = Number(1, whole=True)
+_SIZES = Items(AT_LEAST_1)
+SPLITS = Splits()
 NOT_NEGATIVE = Number(minimum=0)
 POSITIVE = Number(above=0)
 FRACTION = Number(minimum=0, maximum=1, of="a share: 0.9 for 90 %")

@@ -292,7 +292,8 @@ class Muon(RuleOptimizer):
 
     rules = MuonFamily
     twin = getattr(torch.optim, "Muon", None)  # torch 2.9 and newer
-    in_files = False
+    suggested: ClassVar = {"lr": 0.02, "adam_lr": 1e-4, "weight_decay": 0.1, "ns_method": "standard"}
+    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}
 
     def __init__(
         self,
