@@ -494,3 +494,40 @@ def test_launched_rank(monkeypatch, environ, expected):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert tuple(launched_rank()) == expected
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+class TestMuon:
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_equals_plain(self, trained, dtype):
+        """With an engine, and without one; several backwards and clipping are compared with each other below."""
+        common = ["--optimizer", "muon", "--clip", "0", "--dtype", dtype, "--warmup", "2"]
+        plain = trained(*common, "--plain")
+        assert trained(*common).differing(plain) == []
+        assert trained(*common, "--stage", "1").differing(plain) == []
+        assert plain.differing(trained(*common[2:], "--plain")) != []  # of AdamW
+
+    def test_engine_and_optimizer_agree(self, trained):
+        common = ["--optimizer", "muon", *CLIPPING, "--accumulation", "3"]
+        assert trained(*common, "--stage", "3").differing(trained(*common, "--release-gradients")) == []
+
+    def test_of_a_file(self, trained, config):
+        params = {"lr": 1e-3, "weight_decay": 0.1, "ns_method": "standard", "adjust_lr_fn": "match_rms_adamw"}
+        file = config(optimizer={"type": "Muon", "params": params})
+        ours = trained("--config", file)
+        assert ours.differing(trained("--optimizer", "muon", "--stage", "2", *CLIPPING)) == []
+
+    def test_a_file_that_names_another(self, train, config):
+        assert (
+            'optimizer.type = "AdamW": contradicts --optimizer muon'
+            in train("--config", config(), "--optimizer", "muon").refused()
+        )
+
+    def test_goes_on(self, train, results, tmp_path):
+        common = ["--optimizer", "muon", "--schedule", "constant", "--save-every", "1", "--log-every", "1"]
+        whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+        assert train(*common, "--steps", "4", "--out", whole).code == 0
+        assert train(*common, "--steps", "2", "--out", stopped).code == 0
+        assert "--optimizer" in train(*common[2:], "--steps", "4", "--out", stopped, "--resume").refused()
+        assert train(*common, "--steps", "4", "--out", stopped, "--resume").code == 0
+        assert results(stopped).differing(results(whole)) == []

@@ -267,7 +267,14 @@ OF_NO_BIT_IN_THE_ENGINE = {
 
 def test_every_option_that_changes_a_bit_is_compared():
     """A new one is compared, or it is said here that it changes none."""
-    changed = {"path": Path("m"), "schedule": "linear", "dtype": "bf16", "max_bytes": 9, "release_gradients": True}
+    changed = {
+        "path": Path("m"),
+        "schedule": "linear",
+        "rule": "muon",
+        "dtype": "bf16",
+        "max_bytes": 9,
+        "release_gradients": True,
+    }
     settings = TrainSettings()
     before = _decisive(to_jsonable_python(settings))
     seen = set()

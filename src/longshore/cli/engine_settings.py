@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.settings import EngineSettings, TrainSettings
+from longshore.cli.settings import MUON_RATES, EngineSettings, TrainSettings
 from longshore.cli.terminal import SettingsError
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle
@@ -20,6 +20,8 @@ from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolv
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.ranks import expected_world_size
 
+_TYPES = {"adamw": "AdamW", "muon": "Muon"}
+"""Types in a file, by values of --optimizer."""
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 """The key that says whether tiles are stepped ahead; another key gives the memory for it."""
 
@@ -103,6 +105,7 @@ class _CommandLine:
             "zero_optimization.stage": ("stage", self.settings.stage or 0),
             DEEPSPEED.micro: ("batch_size", loop.batch_size),
             DEEPSPEED.steps: ("accumulation", loop.accumulation),
+            "optimizer.type": ("rule", _TYPES[optimizer.rule]),
             "optimizer.params.lr": ("lr", optimizer.lr),
             "optimizer.params.weight_decay": ("weight_decay", optimizer.weight_decay),
             "gradient_clipping": ("clip", optimizer.clip),
@@ -120,6 +123,8 @@ class _CommandLine:
             option = "--offload" if self.settings.optimizer.offload else "--no-offload"
         elif name == "stream":
             option = "--stream"
+        elif name == "rule":
+            option = f"--optimizer {self.settings.optimizer.rule}"
         else:
             shown = self.settings.model.dtype if name == "dtype" else self.given.get(name, value)
             option = f"--{name.replace('_', '-')} {shown}"
@@ -149,7 +154,8 @@ class _CommandLine:
         data = {} if file is None else read_file(file)
         if data.get("optimizer") is None:
             params = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-            data["optimizer"] = {"type": "AdamW", "params": params}
+            own = {"ns_method": "standard", **MUON_RATES} if optimizer.rule == "muon" else {}
+            data["optimizer"] = {"type": _TYPES[optimizer.rule], "params": {**params, **own}}
         # Without a file, train's own defaults are used; with one, the file's.
         problems = settle(data, self.statements(data, defaults=file is None))
         if all(data.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
@@ -242,6 +248,7 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
         model=replace(settings.model, dtype=config.dtype or "fp32", stream=config.param_device == "cpu"),
         optimizer=replace(
             settings.optimizer,
+            rule="muon" if config.optimizer.type == "Muon" else settings.optimizer.rule,
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
             clip=config.gradient_clipping or 0.0,

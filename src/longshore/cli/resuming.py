@@ -178,6 +178,7 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
         "the model's shape": ", ".join(f"{key} {value}" for key, value in shape.items()) or None,
         "--model": get("model", "path"),
         "--dtype": get("model", "dtype"),
+        "--optimizer": get("optimizer", "rule") or "adamw",  # of runs from before there was a choice
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "backwards a step (ranks times --accumulation)": ranks * accumulation,
         "order of sums (ranks, --accumulation, --stage)": order_of_sums(

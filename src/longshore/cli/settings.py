@@ -160,15 +160,24 @@ _MEMORY = (
     "auto. Needs --release-gradients, --stage or --config."
 )
 _PLAIN = (
-    "Train with torch.optim.AdamW in place of longshore, to compare: state on the device, fp32 masters for bf16. "
+    "Train with torch.optim in place of longshore, to compare: state on the device, fp32 masters for bf16. "
     "Not with --stage or --config."
 )
+
+
+_RULE = (
+    "AdamW for everything, or Muon for the hidden matrices and AdamW for the rest, with rates adjusted so that one --lr "
+    "is for both."
+)
+MUON_RATES = {"adjust_lr_fn": "match_rms_adamw"}
+"""How the learning rates of Muon's groups follow from ``--lr``."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings(CommandSettings):
     """The optimizer and its schedule; None: a configuration file names the schedule, and the engine follows it."""
 
+    rule: Annotated[str, _training(_RULE, flag="--optimizer", choices=("adamw", "muon"))] = "adamw"
     lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
     schedule: Annotated[str | None, _training("Learning rate after the warmup.", choices=("constant", *DECAYING))] = (
         "cosine"

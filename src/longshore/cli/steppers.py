@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from longshore.cli.settings import EngineSettings, OptimizerSettings
+from longshore.cli.settings import MUON_RATES, EngineSettings, OptimizerSettings
 from longshore.engine.random_states import random_states, restore_random_states
 from longshore.errors import NoCheckpointError
 from longshore.optim.shards import held_part
@@ -49,6 +50,18 @@ def decay_groups(named: Iterable[tuple[str, Any]], weight_decay: float) -> list[
         {"params": [item for item in named if item[1].ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def optimizer_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Return parameter groups with names, of the optimizer of ``settings``. Vectors do not decay.
+
+    Muon's learning rates are adjusted to those of AdamW (Liu et al., "Muon is scalable for LLM training", 2025), so
+    that one rate is for all groups.
+    """
+    if settings.rule == "adamw":
+        return decay_groups(model.named_parameters(), settings.weight_decay)
+    decay = {"weight_decay": settings.weight_decay}
+    return longshore.muon_groups(model, muon={**decay, **MUON_RATES}, adamw=decay, show=False)
 
 
 def nbytes(tensors: Iterable[Tensor | None]) -> int:
@@ -139,7 +152,8 @@ class TrainStepper:
 
 
 class LongshoreStepper(TrainStepper):
-    """``longshore.AdamW``. With ``release_gradients`` the optimizer keeps the gradients, and clips them.
+    """``longshore.AdamW`` or ``longshore.Muon``. With ``release_gradients`` the optimizer keeps the gradients, and clips
+    them.
 
     Args:
         stream: of the model, if its parameters rest on the host.
@@ -149,8 +163,9 @@ class LongshoreStepper(TrainStepper):
         offload = longshore.Offload(
             device="cpu" if settings.offload else "none", speculation_memory=settings.speculation_memory
         )
-        optimizer = longshore.AdamW(
-            decay_groups(model.named_parameters(), settings.weight_decay),
+        kind: Any = longshore.Muon if settings.rule == "muon" else longshore.AdamW  # the signatures differ
+        optimizer = kind(
+            optimizer_groups(model, settings),
             lr=settings.lr,
             release_gradients=settings.release_gradients,
             offload=offload,
@@ -164,25 +179,47 @@ class LongshoreStepper(TrainStepper):
         return self.optimizer.clip_grad_norm_(max_norm) if self._released else super().clip(max_norm)
 
 
+class _PlainOptimizers:
+    """Torch's optimizers, one for the groups of each kind, in place of one optimizer."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
+        kinds: dict[bool, list[dict[str, Any]]] = {}
+        for group in groups:
+            kinds.setdefault(group.pop("use_muon", False), []).append(group)
+        makers: dict[bool, Any] = {True: torch.optim.Muon, False: partial(torch.optim.AdamW, fused=True)}
+        self._optimizers = [makers[kind](own, lr=lr) for kind, own in kinds.items()]
+        self.param_groups = [group for each in self._optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self._optimizers:
+            each.step()
+
+    def state_values(self) -> list[Any]:
+        states = [state for each in self._optimizers for state in each.state.values()]
+        return [value for state in states for value in state.values()]
+
+
 class PlainStepper(TrainStepper):
-    """``torch.optim.AdamW(fused=True)``. For dtypes other than fp32 it does what such loops usually do by hand: step
-    fp32 masters with fp32 gradients, and cast them back.
+    """``torch.optim.AdamW(fused=True)``, and ``torch.optim.Muon`` beside it if that is asked for. For dtypes other than
+    fp32 it does what such loops usually do by hand: step fp32 masters with fp32 gradients, and cast them back.
 
     Args:
         exact_norm: sum the norm in float64 and round it once, as longshore does; torch sums in float32.
     """
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, exact_norm: bool = False) -> None:
-        named = list(model.named_parameters())
         self._masters: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
-        if any(parameter.dtype != torch.float32 for _, parameter in named):
-            for _, parameter in named:
-                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-                self._masters.append((parameter, master, torch.empty_like(master)))
-            named = [(name, master) for (name, _), (_, master, _) in zip(named, self._masters, strict=True)]
-        groups = decay_groups(named, settings.weight_decay)
-        super().__init__(model, torch.optim.AdamW(groups, lr=settings.lr, fused=True), offload=False)
+        groups = optimizer_groups(model, settings)
+        if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+            for group in groups:
+                group["params"] = [(name, self._master_of(parameter)) for name, parameter in group["params"]]
+        super().__init__(model, _PlainOptimizers(groups, settings.lr), offload=False)
         self._exact_norm = exact_norm
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        self._masters.append((parameter, master, torch.empty_like(master)))
+        return master
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -208,7 +245,7 @@ class PlainStepper(TrainStepper):
         self._model.zero_grad()
 
     def state_bytes(self) -> int:
-        values = [value for each in self.optimizer.state.values() for value in each.values()]
+        values = self.optimizer.state_values()
         own = [tensor for _, *tensors in self._masters for tensor in tensors]
         return nbytes([*(value for value in values if isinstance(value, Tensor)), *own])
 
