@@ -20,6 +20,7 @@ from benchmarks import (
     host_step,
     machine,
     many_parameters,
+    muon,
     overlap,
     plan,
     plan_ranks,
@@ -48,6 +49,7 @@ class Part(str, Enum):
     checkpoints = "checkpoints"
     plan = "plan"
     stream = "stream"
+    muon = "muon"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -145,6 +147,15 @@ def _stream(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     return results, streaming.rows(results) + resting.rows(results["beside"])
 
 
+def _muon(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    if quick:
+        settings = muon.Settings(64, 1, 176, threads, 2, 1 << 20)
+    else:
+        settings = muon.Settings(512, 8, 1376, threads, 9, 1 << 26)
+    results = measure_in_child("muon", vars(settings), threads)
+    return results, muon.rows(results)
+
+
 _MEASURE = {
     Part.host_step: _host_step,
     Part.many_parameters: _many_parameters,
@@ -157,6 +168,7 @@ _MEASURE = {
     Part.checkpoints: _checkpoints,
     Part.plan: _plan,
     Part.stream: _stream,
+    Part.muon: _muon,
 }
 
 

@@ -166,8 +166,8 @@ _PLAIN = (
 
 
 _RULE = (
-    "AdamW for everything, or Muon for the hidden matrices and AdamW for the rest, with rates adjusted so that one --lr "
-    "is for both."
+    "AdamW for everything, or Muon for the hidden matrices and AdamW for the rest, with rates adjusted so that one "
+    "--lr is for both."
 )
 MUON_RATES = {"adjust_lr_fn": "match_rms_adamw"}
 """How the learning rates of Muon's groups follow from ``--lr``."""

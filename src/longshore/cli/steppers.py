@@ -152,8 +152,7 @@ class TrainStepper:
 
 
 class LongshoreStepper(TrainStepper):
-    """``longshore.AdamW`` or ``longshore.Muon``. With ``release_gradients`` the optimizer keeps the gradients, and clips
-    them.
+    """``longshore.AdamW`` or ``longshore.Muon``, which with ``release_gradients`` keeps the gradients and clips them.
 
     Args:
         stream: of the model, if its parameters rest on the host.
