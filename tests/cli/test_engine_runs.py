@@ -13,6 +13,7 @@ import torch
 from cli.conftest import MICRO_MODEL, MICRO_RUN, WRITTEN
 from cli.rank_cases import command
 
+from longshore.cli.engine_settings import MUON_PARAMS
 from longshore.cli.model import load_transformers
 from longshore.engine.config import WarmupDecayLRConfig
 from longshore.engine.schedules import make_schedule
@@ -512,7 +513,7 @@ class TestMuon:
         assert trained(*common, "--stage", "3").differing(trained(*common, "--release-gradients")) == []
 
     def test_of_a_file(self, trained, config):
-        params = {"lr": 1e-3, "weight_decay": 0.1, "ns_method": "standard", "adjust_lr_fn": "match_rms_adamw"}
+        params = {"lr": 1e-3, "weight_decay": 0.1, **MUON_PARAMS}
         file = config(optimizer={"type": "Muon", "params": params})
         ours = trained("--config", file)
         assert ours.differing(trained("--optimizer", "muon", "--stage", "2", *CLIPPING)) == []

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_muon import Model, PlainMuon, backward, build, groups_of, parts_of
@@ -444,3 +446,103 @@ def test_what_looks_fused_may_be_one_matrix_or_adamws(capsys: pytest.CaptureFixt
         ["experts", "tokens.weight", "lm_head.weight"],
     ]
     assert capsys.readouterr().out == ""
+
+
+# -- what others may do to it -------------------------------------------------
+
+
+def two_matrices(**options: Any) -> tuple[nn.Sequential, longshore.Muon]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 4, bias=False))
+    return model, longshore.Muon([{"params": [each.weight], **options} for each in model])  # pyright: ignore
+
+
+def stepped(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_step_under_autocast_is_refused(dtype: torch.dtype) -> None:
+    """It would choose the dtype of Newton-Schulz, and on another thread not."""
+    model, optimizer = two_matrices()
+    before = [each.detach().clone() for each in model.parameters()]
+    with torch.autocast("cpu", dtype), pytest.raises(longshore.ParameterError, match=r"0\.0.*inside torch.autocast"):
+        stepped(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()  # outside of it
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"lr": np.float32(0.1)}, TypeError, "lr is a number of Python's"),
+        ({"weight_decay": torch.tensor(0.1)}, TypeError, "weight_decay is a number of Python's"),
+        ({"momentum": torch.tensor(0.1)}, TypeError, "momentum is a number of Python's"),
+        ({"momentum": 1.5}, ValueError, "at most 1"),
+        ({"use_muon": "False"}, TypeError, "use_muon is True or False"),
+        ({"use_muon": None}, TypeError, "use_muon is True or False"),
+        ({"split": [4.0, 8.0]}, ValueError, "sizes of blocks are integers"),
+        ({"split": (True, 11)}, ValueError, "sizes of blocks are integers"),
+        ({"split": []}, ValueError, "sizes of blocks are integers"),
+        ({"split": 2, "split_dim": 1.0}, ValueError, "split_dim is 0 or 1"),
+    ],
+)
+def test_values_that_would_be_silently_different(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        two_matrices(**options)
+
+
+def test_a_transposed_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="not contiguous in memory"):
+        longshore.Muon([nn.Parameter(torch.ones(4, 8).t())])
+
+
+def test_unknown_options_of_the_groups() -> None:
+    model, _ = two_matrices()
+    for arguments in ({"split": {"0.weight": {"split": 2, "dim": 1}}}, {"muon": {"momentun": 0.5}}):
+        with pytest.raises(ValueError, match=r"dim|momentun"):
+            longshore.muon_groups(model, **arguments)
+
+
+def test_a_schedule_that_cycles_momentum_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = longshore.Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}])
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="cycle_momentum=False"):
+        optimizer.step()
+
+
+def test_use_muon_of_a_group_is_changed() -> None:
+    model, optimizer = two_matrices()
+    optimizer.param_groups[1]["use_muon"] = False
+    with pytest.raises(ValueError, match=r"use_muon=False has no betas.*built anew"):
+        stepped(model, optimizer)
+
+
+@pytest.mark.parametrize(("saved", "own"), [({"split": 2}, {}), ({}, {"split": 2}), ({"split": 2}, {"split": 4})])
+def test_the_own_split_counts(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Momentum is elementwise, so a state fits every division."""
+    (model, optimizer), (other, loading) = two_matrices(**saved), two_matrices(**own)
+    stepped(model, optimizer)
+    stepped(other, loading)
+    loading.load_state_dict(optimizer.state_dict())
+    assert [group.get("split") for group in loading.param_groups] == [own.get("split")] * 2
+    stepped(other, loading)
+    momentum = loading.state[other[0].weight]["momentum_buffer"]
+    assert momentum.shape == (12, 8)
+
+
+def test_a_checkpoint_of_another_division(tmp_path: Path) -> None:
+    """Nothing is loaded, and training goes on."""
+    model, optimizer = two_matrices()
+    stepped(model, optimizer)
+    longshore.save(tmp_path, model, optimizer)
+    first, second = (each.weight for each in model)
+    optimizer.close()
+    moved = longshore.Muon([{"params": [first]}, {"params": [second], "use_muon": False}])
+    with pytest.raises(longshore.CheckpointError, match=r"1\.weight was stepped by another rule"):
+        longshore.load(tmp_path, model, moved)
+    stepped(model, moved)

@@ -170,7 +170,11 @@ class OptimizerState:
             kinds = {repr(options[name]): name for name in names if name in options}
             for name in kinds.values():
                 try:
-                    self._family.check_group(self._merged(options[name], group))
+                    merged = self._merged(options[name], group)
+                    if self._family.of(merged) is not self._family.of(group):
+                        found.append(f"{name} was stepped by another rule (use_muon) when the checkpoint was saved")
+                        continue
+                    self._family.check_group(merged)
                 except (ValueError, TypeError, KeyError) as error:
                     found.append(f"the options of {name} in the checkpoint are not valid for {self.kind}: {error}")
             if len(kinds) > 1:

@@ -20,6 +20,8 @@ from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolv
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.ranks import expected_world_size
 
+MUON_PARAMS = {"ns_method": "standard", "betas": [0.9, 0.999], "eps": 1e-8, **MUON_RATES}
+"""Parameters in a file for what ``train`` does without an engine."""
 _TYPES = {"adamw": "AdamW", "muon": "Muon"}
 """Types in a file, by values of --optimizer."""
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
@@ -154,7 +156,7 @@ class _CommandLine:
         data = {} if file is None else read_file(file)
         if data.get("optimizer") is None:
             params = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-            own = {"ns_method": "standard", **MUON_RATES} if optimizer.rule == "muon" else {}
+            own = MUON_PARAMS if optimizer.rule == "muon" else {}
             data["optimizer"] = {"type": _TYPES[optimizer.rule], "params": {**params, **own}}
         # Without a file, train's own defaults are used; with one, the file's.
         problems = settle(data, self.statements(data, defaults=file is None))

@@ -2,7 +2,8 @@
 
 The operations are those of ``torch.optim.Muon``, in its order, on one matrix: a batch of several, another order of the
 products or float32 would give other bits. The bits of a product of matrices belong to a kind of device and a build of
-its library; on one of them, neither the number of threads nor the memory layout changes any.
+its library; on one of them, the number of threads changes none. Memory that is stored transposed does, on some CPUs, so
+matrices are contiguous.
 """
 
 from __future__ import annotations

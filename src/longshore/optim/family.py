@@ -135,6 +135,9 @@ class RuleFamily:
     matrix_state: ClassVar[str | None] = None
     """The one state of parameters that are matrices; None: this family has none."""
 
+    layout_options: ClassVar[tuple[str, ...]] = ()
+    """Options that say how a parameter is laid out. They are the optimizer's own, never those of a loaded state."""
+
     def __init__(self, **fixed: Any) -> None:
         self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
 
@@ -186,6 +189,10 @@ class RuleFamily:
                     f"{name} is {group[name]} in a parameter group and {value} in the optimizer: it is one value for "
                     "all groups; pass it to the optimizer"
                 )
+
+    def check_step(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for what somebody put into a group since it was made, and what the rule does not read."""
+        return
 
     @classmethod
     def group_options(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from longshore.errors import ParameterError
+from longshore.layout import MatrixLayout
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import GradientSource
 from longshore.optim.offload import Offload, StoreFactory
@@ -53,17 +55,37 @@ def check_once(core: GroupOwner) -> None:
 
 
 def check_kind(record: ParameterRecord, family: RuleFamily, group: Mapping[str, Any]) -> None:
-    """Raise ParameterError for a parameter that is in a group of another kind than the one it was laid out with."""
-    if record.family is family and record.matrices == family.matrix_layout(group, tuple(record.shape)):
+    """Raise ParameterError for a parameter that is in a group of another kind than the one it was laid out with, and
+    for a matrix that would be stepped under autocast."""
+    family.check_step(group)
+    try:
+        layout = family.matrix_layout(group, tuple(record.shape))
+    except ValueError as error:
+        raise ParameterError(f"parameter {record.name} {error}") from None
+    if layout is not None and (device := _autocast_device()):
+        raise ParameterError(
+            f"parameter {record.name} is stepped inside torch.autocast({device!r}), which would choose the dtype of "
+            "Newton-Schulz: call step() outside of it, and keep forward and the loss inside"
+        )
+    if record.family is family and record.matrices == layout:
         return
-    was, now = (
-        "no matrix" if layout is None else f"{len(layout.blocks)} matrices of {list(layout.shape_of(layout.blocks[0]))}"
-        for layout in (record.matrices, family.matrix_layout(group, tuple(record.shape)))
-    )
+    was, now = ("no matrix" if each is None else _words_of(each) for each in (record.matrices, layout))
     raise ParameterError(
         f"parameter {record.name} was laid out as {was}, and its group makes it {now} now (use_muon, split or "
         "split_dim was changed, or it was put into another group): its state does not fit; build the optimizer anew"
     )
+
+
+def _autocast_device() -> str:
+    """Return a type of device for which this thread has autocast on, or an empty string."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return next((each for each in types if torch.is_autocast_enabled(each)), "")
+
+
+def _words_of(layout: MatrixLayout) -> str:
+    shapes = ", ".join(str(list(layout.shape_of(block))) for block in layout.blocks[:3])
+    return f"{len(layout.blocks)} matrices of {shapes}{', ...' if len(layout.blocks) > 3 else ''}"
 
 
 def take_up(core: GroupOwner) -> None:

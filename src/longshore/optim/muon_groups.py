@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longshore.optim.rules.muon import Split, matrix_layout
+from longshore.optim.rules.adam import AdamFamily
+from longshore.optim.rules.muon import MatrixFamily, Split, matrix_layout
 
 _HEADS = ("lm_head", "head", "output", "output_layer", "classifier", "score", "unembed", "unembedding", "embed_out")
 """Names of the modules that compute what a model returns, in libraries and in scripts."""
@@ -56,6 +57,9 @@ def muon_groups(
         else:
             matrices.setdefault(repr(options), (options, []))[1].append((name, parameter))
     adamw = dict(adamw or {})
+    for given, known in ((muon or {}, MatrixFamily.options), (adamw, AdamFamily.options)):
+        if unknown := given.keys() - known.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))} is no option; there are {', '.join(known)}")
     groups = [
         {"params": members, "use_muon": True, **(muon or {}), **options} for options, members in matrices.values()
     ]
@@ -140,6 +144,8 @@ def _options_of(how: Any, name: str, parameter: Tensor, where: str) -> dict[str,
             )
         return {}
     options = dict(how) if isinstance(how, Mapping) else {} if how is None else {"split": how}
+    if unknown := options.keys() - {"split", "split_dim"}:
+        raise ValueError(f"split={{{name!r}: ...}} has split and split_dim, and no {', '.join(sorted(unknown))}")
     try:
         matrix_layout(tuple(parameter.shape), options.get("split"), options.get("split_dim", 0))
     except ValueError as error:

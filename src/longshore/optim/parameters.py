@@ -93,6 +93,11 @@ class ParameterRecord:
             self.matrices = self.family.matrix_layout(group, tuple(parameter.shape))
         except ValueError as error:
             raise ValueError(f"parameter {name} {error}") from None
+        if self.matrices is not None and not parameter.is_contiguous():
+            raise ValueError(
+                f"parameter {name} is a matrix that is not contiguous in memory (stored transposed, or a view), for "
+                "which torch's products have other bits: make it so, with nn.Parameter(parameter.contiguous())"
+            )
         self._leaf_of = store_factory.leaf_of
         self._is_sharded = is_sharded(parameter)
         self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)

@@ -269,4 +269,6 @@ def merged_group(
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
     fixed = {name: own[name] for name in family.initial_states.values()}
     merged = {**defaults, **off, **loaded, **flags, **fixed}
-    return {name: value for name, value in merged.items() if name in loaded or name not in family.absent}
+    merged = {name: value for name, value in merged.items() if name in loaded or name not in family.absent}
+    laid_out = {name: own[name] for name in family.layout_options if name in own}
+    return {name: value for name, value in merged.items() if name not in family.layout_options} | laid_out

@@ -135,6 +135,26 @@ def coefficients(value: Any, name: str) -> tuple[float, float, float]:
     return a, b, c
 
 
+def plain(value: Any, name: str) -> float:
+    """Read a number of Python's. With a NumPy number or a tensor, torch computes in the dtype of that."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number of Python's for Muon, not {type(value).__name__}; pass float(...)")
+    return not_negative(value, name)
+
+
+def learning_rate(value: Any, name: str) -> float:
+    """Read a number of Python's, or a tensor of one element."""
+    return not_negative(value, name) if isinstance(value, Tensor) else plain(value, name)
+
+
+def momentum(value: Any, name: str) -> float:
+    """Read a decay rate from 0 to 1."""
+    found = plain(value, name)
+    if found > 1.0:
+        raise ValueError(f"{name} must be at most 1, above which it grows without end, and is {found}")
+    return found
+
+
 def steps(value: Any, name: str) -> int:
     """Read a number of steps: an integer of at least 0 and below 100."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -177,10 +197,12 @@ def matrix_layout(shape: tuple[int, ...], split: Split, dim: int) -> MatrixLayou
             f"is {list(shape)}, and Muon steps matrices: put it into a group with use_muon=False, which AdamW "
             f"steps{stacked}, or let longshore.muon_groups(model) make the groups"
         )
-    if dim not in (0, 1) or isinstance(dim, bool):
+    if dim not in (0, 1) or type(dim) is not int:
         raise ValueError(f"is {list(shape)}, and split_dim is 0 or 1, not {dim!r}")
     if isinstance(split, (str, bool)) or not isinstance(split, (int, Sequence, type(None))):
         raise ValueError(f"is {list(shape)}, and split is a number of blocks, their sizes, or 'stack', not {split!r}")
+    if isinstance(split, Sequence) and not (split and all(type(size) is int for size in split)):
+        raise ValueError(f"is {list(shape)}, and the sizes of blocks are integers, not {split!r}")
     sizes = [shape[dim]] if split is None else split
     if isinstance(sizes, int):
         if sizes < 1 or shape[dim] % sizes:
@@ -199,9 +221,9 @@ class MatrixFamily(RuleFamily):
     """The groups of matrices."""
 
     options: ClassVar = {
-        "lr": not_negative,
-        "weight_decay": not_negative,
-        "momentum": not_negative,
+        "lr": learning_rate,
+        "weight_decay": plain,
+        "momentum": momentum,
         "nesterov": flag,
         "ns_coefficients": coefficients,
         "eps": number,
@@ -221,6 +243,17 @@ class MatrixFamily(RuleFamily):
         return matrix_layout(shape, group.get("split"), group.get("split_dim", 0))
 
 
+class OtherFamily(AdamFamily):
+    """The groups that AdamW steps beside matrices."""
+
+    def check_step(self, group: Mapping[str, Any]) -> None:
+        if "momentum" in group:
+            raise ValueError(
+                "a group with use_muon=False has been given a momentum, which AdamW does not read (torch's OneCycleLR "
+                "and CyclicLR cycle it in every group of an optimizer that knows one): pass cycle_momentum=False"
+            )
+
+
 class MuonFamily(RuleFamily):
     """Groups of matrices, which Muon steps, and groups with ``use_muon=False``, which AdamW steps."""
 
@@ -228,17 +261,26 @@ class MuonFamily(RuleFamily):
     absent = MatrixFamily.absent
     states = (*MatrixFamily.states, *AdamFamily.states)
     matrix_state = MuonRule.state
+    layout_options = ("split", "split_dim")
 
     def __init__(self) -> None:
         super().__init__()
         self._matrices = MatrixFamily()
-        self._others = AdamFamily()
+        self._others = OtherFamily()
 
     def of(self, group: Mapping[str, Any]) -> RuleFamily:
         return self._matrices if group.get("use_muon", True) else self._others
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        self.of(group).check_group(group)
+        mark, family = group.get("use_muon", True), self.of(group)
+        if not isinstance(mark, bool):
+            raise TypeError(f"use_muon is True or False, not {mark!r}")
+        if lacks := sorted(family.options.keys() - family.absent.keys() - group.keys()):
+            raise ValueError(
+                f"a group with use_muon={mark} has no {', '.join(lacks)}: the option was taken out of it, or use_muon "
+                "was changed, for which the optimizer is built anew"
+            )
+        family.check_group(group)
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         return self.of(group).states_of(group)
@@ -293,7 +335,7 @@ class Muon(RuleOptimizer):
     rules = MuonFamily
     twin = getattr(torch.optim, "Muon", None)  # torch 2.9 and newer
     suggested: ClassVar = {"lr": 0.02, "adam_lr": 1e-4, "weight_decay": 0.1, "ns_method": "standard"}
-    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}
+    deepspeed_defaults: ClassVar = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
 
     def __init__(
         self,
