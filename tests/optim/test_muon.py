@@ -8,6 +8,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from support import same_weights, simulated
 from torch import Tensor, nn
 
 import longshore
+from longshore.checkpoint.optimizer_state import OptimizerState
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -546,3 +548,16 @@ def test_a_checkpoint_of_another_division(tmp_path: Path) -> None:
     with pytest.raises(longshore.CheckpointError, match=r"1\.weight was stepped by another rule"):
         longshore.load(tmp_path, model, moved)
     stepped(model, moved)
+
+
+def test_a_checkpoint_from_another_kind_of_device(tmp_path: Path) -> None:
+    """It goes on, and says that products of matrices have other bits there."""
+    model, optimizer = two_matrices()
+    stepped(model, optimizer)
+    longshore.save(tmp_path / "here", model, optimizer)
+    with mock.patch.object(OptimizerState, "_matrices_on", return_value="cuda"):
+        longshore.save(tmp_path / "there", model, optimizer)
+    longshore.load(tmp_path / "here", model, optimizer)  # without a warning
+    with pytest.warns(UserWarning, match="made orthogonal on cuda, and here it is on cpu"):
+        longshore.load(tmp_path / "there", model, optimizer)
+    stepped(model, optimizer)

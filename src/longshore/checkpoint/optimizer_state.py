@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from longshore.tiles import MASTER, StateSnapshot
 
 OPTIMIZER = "optimizer"
 """First part of the names of the optimizer's arrays in a checkpoint, and its key among the shared values."""
+
+_MATRICES_ON = "matrices_on"
 
 
 def array_name(state: str, parameter: str) -> str:
@@ -85,7 +88,15 @@ class OptimizerState:
             for name, record in self.records.items()
             if record.has_state or _arrays_of(record) or id(record.parameter) in handed_out.entries
         }
-        return {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
+        about = {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
+        return {**about, _MATRICES_ON: device} if (device := self._matrices_on()) else about
+
+    def _matrices_on(self) -> str | None:
+        """Return the type of device on which whole matrices are transformed, to which the bits of their products
+        belong; None if there are none."""
+        if not any(record.matrices for record in self.records.values()):
+            return None
+        return self._store.local.transfer.device.type
 
     def held(self) -> dict[str, dict[str, Any]]:
         """Return what has to be the same on all ranks that have a parameter, by name. States are checksums."""
@@ -240,6 +251,12 @@ class OptimizerState:
         """Restore everything but the arrays, once these are loaded."""
         handed_out = self.optimizer._core.handed_out
         handed_out.others = dict(about.get("others", {}))
+        if (device := about.get(_MATRICES_ON)) and (own := self._matrices_on()) and device != own:
+            warnings.warn(
+                f"the checkpoint is of a run whose matrices were made orthogonal on {device}, and here it is on {own}: "
+                "the run goes on, with other last bits than there, since products of matrices have others",
+                stacklevel=2,
+            )
         for name, source in among.items():
             entry = about["parameters"].get(source)
             if entry is None:
@@ -268,6 +285,8 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
         checked_entry(group, "options", dict, f"{where}: a group")
         for name in checked_entry(group, "parameters", list, f"{where}: a group"):
             checked(name, str, f"{where}: a parameter of a group")
+    if _MATRICES_ON in content:
+        checked_entry(content, _MATRICES_ON, str, where)
     if "others" in content:
         checked_entry(content, "others", dict, where)
     for name, about in checked_entry(content, "parameters", dict, where).items():
