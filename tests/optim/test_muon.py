@@ -561,3 +561,22 @@ def test_a_checkpoint_from_another_kind_of_device(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="made orthogonal on cuda, and here it is on cpu"):
         longshore.load(tmp_path / "there", model, optimizer)
     stepped(model, optimizer)
+
+
+def test_names_of_other_models() -> None:
+    """As in BERT, blocks may have a module called output; recurrent layers stack their gates; a column is a vector."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = nn.Sequential(nn.Linear(8, 8, bias=False))
+            self.scale = nn.Parameter(torch.ones(8, 1))
+
+    model = nn.Module()
+    model.layer = nn.ModuleList([Layer()])
+    model.output = nn.Linear(8, 8, bias=False)
+    matrices, others = longshore.muon_groups(model, show=False)
+    assert [name for name, _ in matrices["params"]] == ["layer.0.output.0.weight"]
+    assert [name for name, _ in others["params"]] == ["layer.0.scale", "output.weight"]
+    with pytest.raises(ValueError, match=r"weight_ih_l0, \[16, 4\], looks as if it held several"):
+        longshore.muon_groups(nn.LSTM(4, 4), show=False)

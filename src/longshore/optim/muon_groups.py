@@ -13,7 +13,7 @@ from longshore.optim.rules.muon import MatrixFamily, Split, matrix_layout
 
 _HEADS = ("lm_head", "head", "output", "output_layer", "classifier", "score", "unembed", "unembedding", "embed_out")
 """Names of the modules that compute what a model returns, in libraries and in scripts."""
-_FUSED = ("qkv", "query_key_value", "c_attn", "in_proj", "gate_up", "fused")
+_FUSED = ("qkv", "query_key_value", "c_attn", "in_proj", "gate_up", "fused", "weight_ih_l", "weight_hh_l")
 """Parts of names of parameters that hold several matrices."""
 
 
@@ -109,7 +109,8 @@ def matrix_options(
         how = next((value for pattern, value in split.items() if fnmatch.fnmatchcase(name, pattern)), _UNSAID)
         other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
         if how is _UNSAID and marks is None:
-            other |= id(parameter) in outer or parameter.ndim not in (2, 3)
+            # A matrix of one row or column is a vector, such as the magnitudes of weight_norm.
+            other |= id(parameter) in outer or parameter.ndim not in (2, 3) or 1 in parameter.shape[-2:]
         if other or (marks is not None and not marks[name]):
             found[name] = None
         else:
@@ -123,7 +124,9 @@ _UNSAID = object()
 def _embeddings_and_heads(model: nn.Module) -> set[int]:
     """Return the ``id`` of each parameter of an embedding or of the model's head."""
     found = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    found += [each for name, each in model.named_modules() if name.rpartition(".")[2] in _HEADS]
+    # Names with a number are of blocks, in which BERT, for one, has modules called output.
+    named = ((name.split("."), module) for name, module in model.named_modules())
+    found += [module for path, module in named if path[-1] in _HEADS and not any(map(str.isdigit, path))]
     output = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
     found += [output] if isinstance(output, nn.Module) else []
     return {id(parameter) for module in found for parameter in module.parameters()}
