@@ -174,6 +174,22 @@ def test_the_files_optimizer_and_schedule(tmp_path: Path) -> None:
     close(mine)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_of_a_file(tmp_path: Path) -> None:
+    """The arguments fill it in, and the Trainer's groups, of which one does not decay, are divided."""
+    model = cases.make_model()
+    same = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = longshore.Muon(longshore.muon_groups(model, muon=same, adamw=same, show=False))
+    plain = train(transformers.Trainer, tmp_path / "plain", {"optimizers": (optimizer, None)}, model)
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "ns_method": "standard"}
+    config = stage(2, optimizer={"type": "Muon", "params": params})
+    mine = train(Trainer, tmp_path / "ours", {"config": config})
+    check_equal(mine.weights, plain.weights)
+    rates = [[log["learning_rate"] for log in run.logs if "learning_rate" in log] for run in (mine, plain)]
+    assert rates[0] == rates[1]
+    close(mine)
+
+
 @pytest.mark.parametrize(
     "config, options, says",
     [

@@ -13,7 +13,7 @@ from longshore.engine.config.agreement import ArgumentValue, contradictions, set
 from longshore.engine.config.load import read_config
 from longshore.engine.config.reading import Reading
 
-_ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
+_ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "muon")
 _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
