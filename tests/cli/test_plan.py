@@ -367,3 +367,8 @@ def test_a_module_of_the_current_folder(cli, tmp_path, monkeypatch):
     (tmp_path / "models_of_mine.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(256, 256)\n")
     assert planned(cli, "models_of_mine:make", *GPU)
     monkeypatch.delitem(sys.modules, "models_of_mine")
+
+
+def test_muon_is_not_planned_yet(cli):
+    said = cli("plan", "--size", "tiny", "--optimizer", "Muon").err
+    assert "Muon is not planned yet" in said and "plan AdamW for an upper bound" in said

@@ -69,11 +69,15 @@ def equal(engine: Any, plain_model: nn.Module) -> list[str]:
     return [name for (name, ours), theirs in pairs if not torch.equal(whole(ours).cpu(), theirs)]
 
 
-def run(stage: int, dtype: torch.dtype, clipping: float = 0.0, steps: int = 4) -> list[list[str]]:
-    """The names of the parameters that differ after each step."""
+def run(
+    stage: int, dtype: torch.dtype, clipping: float = 0.0, steps: int = 4, offload: dict[str, Any] | None = None
+) -> list[list[str]]:
+    """The names of the parameters that differ after each step; ``offload``: the section of a configuration."""
     plain_model = build().to(dtype)
     plain = plain_of(plain_model)
-    engine = started(stage, dtype, gradient_clipping=clipping)
+    content = configuration(stage)
+    content["zero_optimization"]["offload_optimizer"] |= offload or {}
+    engine = started(stage, dtype, gradient_clipping=clipping, zero_optimization=content["zero_optimization"])
     found = []
     for step in range(steps):
         gradients = mean_gradients(plain_model, step)

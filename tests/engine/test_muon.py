@@ -28,6 +28,32 @@ def test_clipping_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 2
 
 
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adamws_groups_are_stepped_ahead(stage: int, clipping: float, two_ranks: Ranks) -> None:
+    """While backward runs, and again where clipping comes; matrices wait for the verdict."""
+    super_offload = {"super_offload": True}
+    assert two_ranks(cases.run, stage, torch.float32, clipping, offload=super_offload) == [[[]] * STEPS] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_on_the_device(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.run, stage, torch.bfloat16, offload={"device": "none"}) == [[[]] * STEPS] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_four_ranks(stage: int, four_ranks: Ranks) -> None:
+    assert four_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_of_one_rank_goes_on_with_four(stage: int, four_ranks: Ranks, tmp_path: Path) -> None:
+    cases.save(0, str(tmp_path))
+    assert four_ranks(cases.go_on, stage, str(tmp_path), 1) == [[[]] * 3] * 4
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank(stage: int) -> None:
     assert cases.run(stage, torch.float32) == [[]] * STEPS
