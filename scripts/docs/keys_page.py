@@ -106,7 +106,7 @@ _WITHOUT = {
     **dict.fromkeys(("muon_lr", "adam_lr"), "lr"),
     "adam_weight_decay": "weight_decay",
     "adjust_lr_fn": "original",
-    "split": "none",
+    **dict.fromkeys(("split", "others"), "none"),
     "cycle_second_step_size": "the first",
     "cycle_second_stair_count": "the first",
 }
@@ -121,7 +121,7 @@ def _defaults(name: str, fields: Mapping[str, FieldInfo]) -> str:
     for of, field in fields.items():
         default = DEEPSPEED_DEFAULTS.get(of, {}).get(name, field.default)
         values = default if isinstance(default, tuple) else (default,)
-        words = _WITHOUT[name] if default is None else " and ".join(map(_json, values))
+        words = _WITHOUT[name] if default in (None, ()) else " and ".join(map(_json, values))
         said.setdefault(words, []).append(of)
     if len(said) == 1:
         return f"Default: {next(iter(said))}."

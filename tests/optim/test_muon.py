@@ -313,7 +313,7 @@ def test_a_state_of_the_other_kind_is_refused() -> None:
     model = simple()
     muon = longshore.Muon(model.parameters(), lr=0.02)
     adamw = longshore.Muon([{"params": list(simple().parameters()), "use_muon": False}])
-    with pytest.raises(ValueError, match="has no momentum: it is another optimizer's"):
+    with pytest.raises(ValueError, match="has no momentum, ns_steps: it is another optimizer's"):
         muon.load_state_dict(adamw.state_dict())
     with pytest.raises(ValueError, match="has no momentum: it is another optimizer's"):
         muon.load_state_dict(longshore.AdamW(simple().parameters()).state_dict())
@@ -580,3 +580,17 @@ def test_names_of_other_models() -> None:
     assert [name for name, _ in others["params"]] == ["layer.0.scale", "output.weight"]
     with pytest.raises(ValueError, match=r"weight_ih_l0, \[16, 4\], looks as if it held several"):
         longshore.muon_groups(nn.LSTM(4, 4), show=False)
+
+
+@pytest.mark.parametrize("other", [longshore.SGD, torch.optim.SGD])
+def test_states_of_momentum_that_is_another(other: Any) -> None:
+    """SGD adds gradients up, and Muon averages them, under the same name."""
+    model, optimizer = two_matrices()
+    sgd = other([{"params": [each.weight]} for each in model], lr=0.1, momentum=0.9)
+    stepped(model, sgd)
+    with pytest.raises(ValueError, match="group 0 of the state has no ns_steps: it is another optimizer's"):
+        optimizer.load_state_dict(sgd.state_dict())
+    ours = longshore.SGD([{"params": [each.weight]} for each in model], lr=0.1, momentum=0.9)
+    stepped(model, optimizer)
+    with pytest.raises(ValueError, match="group 0 of the state has ns_steps: it is Muon's"):
+        ours.load_state_dict(optimizer.state_dict())

@@ -231,7 +231,13 @@ def _check_groups(
     wrapped = counterparts(_names(groups), {*_names(own)})
     for place, (group, mine) in enumerate(zip(groups, own, strict=True)):
         # Other options have been added to torch's optimizers, and a state without them is an old one.
-        if lacks := sorted({"betas", "momentum"} & family.of(mine).options.keys() - group.keys()):
+        options = family.of(mine).options.keys()
+        if "ns_steps" in group and family.matrix_state is None:
+            raise ValueError(
+                f"group {place} of the state has ns_steps: it is Muon's; load it with the class that saved it, or "
+                "begin anew from the weights"
+            )
+        if lacks := sorted({"betas", "momentum", "ns_steps"} & options - group.keys()):
             raise ValueError(
                 f"group {place} of the state has no {', '.join(lacks)}: it is another optimizer's (it has "
                 f"{', '.join(group)}); load it with the class that saved it, or begin anew from the weights"

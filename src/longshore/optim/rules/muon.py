@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -157,11 +158,11 @@ def momentum(value: Any, name: str) -> float:
 
 def steps(value: Any, name: str) -> int:
     """Read a number of steps: an integer of at least 0 and below 100."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a number of steps, not {value!r}")
-    if not 0 <= value < 100:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is a number of steps, an integer, not {value!r}")
+    if not 0 <= int(value) < 100:
         raise ValueError(f"{name} must be at least 0 and below 100, and is {value}")
-    return value
+    return int(value)
 
 
 def adjustment(value: Any, name: str) -> str | None:
