@@ -313,9 +313,9 @@ def test_a_state_of_the_other_kind_is_refused() -> None:
     model = simple()
     muon = longshore.Muon(model.parameters(), lr=0.02)
     adamw = longshore.Muon([{"params": list(simple().parameters()), "use_muon": False}])
-    with pytest.raises(ValueError, match="has no momentum, ns_steps: it is another optimizer's"):
+    with pytest.raises(ValueError, match=r"has no momentum.*: it is another optimizer's"):
         muon.load_state_dict(adamw.state_dict())
-    with pytest.raises(ValueError, match="has no momentum: it is another optimizer's"):
+    with pytest.raises(ValueError, match=r"has no momentum.*: it is another optimizer's"):
         muon.load_state_dict(longshore.AdamW(simple().parameters()).state_dict())
 
 
