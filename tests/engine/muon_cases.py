@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -78,8 +78,15 @@ def run(
     content = configuration(stage)
     content["zero_optimization"]["offload_optimizer"] |= offload or {}
     engine = started(stage, dtype, gradient_clipping=clipping, zero_optimization=content["zero_optimization"])
+    return beside(engine, plain, plain_model, range(steps), clipping)
+
+
+def beside(
+    engine: Any, plain: PlainMuon, plain_model: nn.Module, steps: Iterable[int], clipping: float = 0.0
+) -> list[list[str]]:
+    """Train both, and end the engine; the names of the parameters that differ after each step."""
     found = []
-    for step in range(steps):
+    for step in steps:
         gradients = mean_gradients(plain_model, step)
         train(engine, step)
         scale = 1.0
@@ -128,14 +135,8 @@ def go_on(stage: int, folder: str, saved_by: int) -> list[list[str]]:
     with warnings.catch_warnings():  # of other ranks, and so of another batch
         warnings.simplefilter("ignore", UserWarning)
         engine.load_checkpoint(folder)
-    found = [equal(engine, plain_model)]
-    for step in range(2, 4):
-        gradients = mean_gradients(plain_model, step)
-        train(engine, step)
-        plain.step(gradients)
-        found.append(equal(engine, plain_model))
-    engine.destroy()
-    return found
+    loaded = equal(engine, plain_model)
+    return [loaded, *beside(engine, plain, plain_model, range(2, 4))]
 
 
 def states(stage: int) -> tuple[bool, str]:
@@ -176,11 +177,4 @@ def configured(stage: int, split: Mapping[str, Any], steps: int = 3) -> list[lis
     plain_model = build()
     plain = plain_of_configuration(plain_model, split)
     engine, *_ = longshore.initialize(model=build(), config=configuration(stage, optimizer=optimizer))
-    found = []
-    for step in range(steps):
-        gradients = mean_gradients(plain_model, step)
-        train(engine, step)
-        plain.step(gradients)
-        found.append(equal(engine, plain_model))
-    engine.destroy()
-    return found
+    return beside(engine, plain, plain_model, range(steps))

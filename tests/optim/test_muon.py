@@ -508,13 +508,24 @@ def test_unknown_options_of_the_groups() -> None:
             longshore.muon_groups(model, **arguments)
 
 
-def test_a_schedule_that_cycles_momentum_is_refused() -> None:
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_schedule_that_cycles_momentum_is_refused(before: int, use_muon: bool) -> None:
+    """From the first step on, or in mid-run; with matrices, and with AdamW's groups alone."""
     model = nn.Linear(4, 4)
-    optimizer = longshore.Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}])
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match="cycle_momentum=False"):
+    groups = [{"params": [model.weight], "use_muon": use_muon}, {"params": [model.bias], "use_muon": False}]
+    optimizer = longshore.Muon(groups)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+
+    for _ in range(before):
+        step()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    with pytest.raises(ValueError, match="cycle_momentum=False"):
+        step()
 
 
 def test_use_muon_of_a_group_is_changed() -> None:

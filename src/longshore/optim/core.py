@@ -23,7 +23,7 @@ from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.membership import check_kind, check_once, member_ids, take_up
+from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
@@ -240,8 +240,8 @@ class OptimizerCore:
         """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
         check_once(self)
+        check_groups(self)
         for group in self.groups():
-            self.family.check_group(group)
             self.records_of(group)  # takes up what the user put into it, before gradients are looked for
         gradients = source.collect()
         for record in self._present():
@@ -336,8 +336,7 @@ class OptimizerCore:
         if self._repeated is None or self._agreed is not None or handed_out or debugging():
             return False
         self.store.agree({})
-        for group in self.groups():
-            self.family.check_group(group)
+        check_groups(self)
         self._name_states(self.store)
         stepped = self._repeated.step(self.groups(), lambda: self.clipping.scale_for(self.source.fingerprint))
         if stepped is None:

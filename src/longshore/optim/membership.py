@@ -54,10 +54,16 @@ def check_once(core: GroupOwner) -> None:
                 )
 
 
+def check_groups(core: GroupOwner) -> None:
+    """Check the options of all groups, with what was put into these since they were made."""
+    for group in core.groups():
+        core.family.check_group(group)
+        core.family.of(group).check_step(group)
+
+
 def check_kind(record: ParameterRecord, family: RuleFamily, group: Mapping[str, Any]) -> None:
     """Raise ParameterError for a parameter that is in a group of another kind than the one it was laid out with, and
     for a matrix that would be stepped under autocast."""
-    family.check_step(group)
     try:
         layout = family.matrix_layout(group, tuple(record.shape))
     except ValueError as error:

@@ -18,8 +18,11 @@ import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
 from longshore.optim.rule_optimizer import OPTIMIZERS
 
-STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items() if name != "Muon"}
-"""State arrays of each optimizer beside the master weights; SGD is planned with momentum."""
+STATES = {
+    name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items() if optimizer.rules.matrix_state is None
+}
+"""State arrays of each optimizer that has the same ones for all parameters, beside the master weights; SGD is planned
+with momentum."""
 
 
 @dataclass(frozen=True)

@@ -335,7 +335,6 @@ class Muon(RuleOptimizer):
 
     rules = MuonFamily
     twin = getattr(torch.optim, "Muon", None)  # torch 2.9 and newer
-    suggested: ClassVar = {"lr": 0.02, "adam_lr": 1e-4, "weight_decay": 0.1, "ns_method": "standard"}
     deepspeed_defaults: ClassVar = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
 
     def __init__(
