@@ -10,16 +10,27 @@ from on_device import device_type, keep_busy
 from support import whole
 
 import longshore
-from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
+from engine.scenarios import MUON, SCENARIOS, Oracle, Scenario, drive, groups_of, make_model, norm_of
 from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
 from longshore.sharding import sharded_store
 from longshore.tiles import Forecast
-from longshore.tiles.speculation import Predictor
+from longshore.tiles.bets import Predictor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", **OPTIONS},
+    "Muon": {
+        "type": "Muon",
+        "muon_lr": MUON["lr"],
+        "weight_decay": MUON["weight_decay"],
+        "adam_lr": OPTIONS["lr"],
+        "adam_weight_decay": OPTIONS["weight_decay"],
+    },
+}
+"""As a configuration has them."""
 BUCKETS = {"small": 50, "about": 1100, "large": 100_000}
 """The largest parameter has 1089 elements."""
 
@@ -53,11 +64,11 @@ class Stubborn(Predictor):
 
 
 def step_ahead(store: Any, ahead: str) -> None:
-    speculator = store.local.backend.speculator
-    if speculator.record is not None:
-        speculator._predictor = Stubborn()
-        if ahead != "on":
-            speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")
+    for speculator in (backend.speculator for backend in store.local.backends):
+        if speculator.record is not None:
+            speculator._predictor = Stubborn()
+            if ahead != "on":
+                speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")
 
 
 def _device(place: str, rank: int) -> torch.device:
@@ -65,7 +76,9 @@ def _device(place: str, rank: int) -> torch.device:
     return torch.device(device_type(), rank) if place.startswith("device") else torch.device("cpu")
 
 
-def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: torch.dtype, ahead: str) -> Any:
+def engine_of(
+    scenario: Scenario, stage: int, place: str, bucket: str, dtype: torch.dtype, ahead: str, optimizer: str = "AdamW"
+) -> Any:
     """The engine of a cell, on this rank."""
     import torch.distributed as dist
 
@@ -81,7 +94,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
         reduce_bucket_numel=bucket_numel,
         allgather_bucket_numel=bucket_numel,
         gradient_clipping=scenario.clip,
-        optimizer={"type": "AdamW", **OPTIONS},
+        optimizer=OPTIMIZERS[optimizer],
         **scenario.config,
     )
     staged = place in ("simulated", "split")
@@ -98,7 +111,7 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
     return longshore.initialize(
         model=model,
-        model_parameters=scenario.groups(model) if scenario.groups else list(model.parameters()),
+        model_parameters=groups_of(scenario, model, optimizer),
         config=config,
         offload=offload,
         wrap_policy=(lambda fqn, _: fqn in units) if stage == 3 else None,
@@ -106,9 +119,9 @@ def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: to
     ).engine
 
 
-def program(stage: int, place: str) -> list[Any]:
+def program(stage: int, place: str, optimizer: str = "AdamW") -> list[Any]:
     """What an engine of this stage and place is made of: equal lists train with the same code."""
-    engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off")
+    engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off", optimizer)
     try:
         store = engine.optimizer._core.store
         made = [type(entry) for part in store.local.backends for entry in (part.transfer, part.kernels)]
@@ -117,16 +130,25 @@ def program(stage: int, place: str) -> list[Any]:
         engine.optimizer.close()
 
 
-def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: str, world_size: int) -> dict[str, Any]:
+def run(
+    name: str,
+    stage: int,
+    place: str,
+    bucket: str,
+    dtype_name: str,
+    ahead: str,
+    world_size: int,
+    optimizer: str = "AdamW",
+) -> dict[str, Any]:
     """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
-    engine = engine_of(scenario, stage, place, bucket, dtype, ahead)
+    engine = engine_of(scenario, stage, place, bucket, dtype, ahead, optimizer)
     model = engine.module
-    oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), **OPTIONS)
-    base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
+    oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), optimizer, **OPTIONS)
+    base = [group["lr"] for group in oracle.loop.param_groups]
     clipped = kept = redone = 0
     step_ahead(engine.optimizer._core.store, ahead)
     try:
@@ -135,13 +157,12 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
                 for ours, theirs in zip(model.parameters(), oracle.model.parameters(), strict=True):
                     scenario.write(held_part(ours), step)
                     scenario.write(theirs, step)
-                for index in range(len(oracle.loop.parameters)):
-                    oracle.loop.refresh(index)
+                oracle.loop.refresh_all()
             window = scenario.plan(step)
             accumulation = window.accumulation or engine.gradient_accumulation_steps()
             drive(engine, window, step, rank, dtype)
             if scenario.schedule is not None:
-                for group, lr in zip(oracle.loop.optimizer.param_groups, base, strict=True):
+                for group, lr in zip(oracle.loop.param_groups, base, strict=True):
                     group["lr"] = lr * scenario.schedule(step)
             gradients = oracle.gradients(window, step, accumulation)
             coefficient = 1.0

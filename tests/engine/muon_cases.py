@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import longshore
 from longshore import utils
+from longshore.tiles.events import TRANSFORM
 
 LR = 0.02
 
@@ -74,18 +75,44 @@ def run(
 ) -> list[list[str]]:
     """The names of the parameters that differ after each step; ``offload``: the section of a configuration."""
     plain_model = build().to(dtype)
-    plain = plain_of(plain_model)
+    engine = offloading(stage, dtype, clipping, offload or {})
+    return beside(engine, plain_of(plain_model), plain_model, range(steps), clipping)
+
+
+def offloading(stage: int, dtype: torch.dtype, clipping: float, offload: dict[str, Any]) -> Any:
     content = configuration(stage)
-    content["zero_optimization"]["offload_optimizer"] |= offload or {}
-    engine = started(stage, dtype, gradient_clipping=clipping, zero_optimization=content["zero_optimization"])
-    return beside(engine, plain, plain_model, range(steps), clipping)
+    content["zero_optimization"]["offload_optimizer"] |= offload
+    return started(stage, dtype, gradient_clipping=clipping, zero_optimization=content["zero_optimization"])
+
+
+def ahead(stage: int, dtype: torch.dtype, clipping: float) -> tuple[list[list[str]], list[tuple[int, int, int]]]:
+    """The names of the parameters that differ after each step, and how many of this rank's tiles of matrices were begun
+    ahead, kept and redone in it."""
+    plain_model = build().to(dtype)
+    engine = offloading(stage, dtype, clipping, {"super_offload": True})
+    matrices = engine.optimizer._core.store.local.matrices
+    found, counts = [], []
+    for differing in stepped(engine, plain_of(plain_model), plain_model, range(4), clipping):
+        found.append(differing)
+        record = matrices.speculator.record
+        counts.append((record.begun, record.kept, record.redone))
+    engine.destroy()
+    return found, counts
 
 
 def beside(
     engine: Any, plain: PlainMuon, plain_model: nn.Module, steps: Iterable[int], clipping: float = 0.0
 ) -> list[list[str]]:
     """Train both, and end the engine; the names of the parameters that differ after each step."""
-    found = []
+    found = list(stepped(engine, plain, plain_model, steps, clipping))
+    engine.destroy()
+    return found
+
+
+def stepped(
+    engine: Any, plain: PlainMuon, plain_model: nn.Module, steps: Iterable[int], clipping: float
+) -> Iterator[list[str]]:
+    """Train both; yield the names of the parameters that differ after each step."""
     for step in steps:
         gradients = mean_gradients(plain_model, step)
         train(engine, step)
@@ -95,9 +122,18 @@ def beside(
             scale = float(torch.clamp(clipping / (norm + 1e-6), max=1.0))
             assert scale < 1.0
         plain.step(gradients, scale)
-        found.append(equal(engine, plain_model))
+        yield equal(engine, plain_model)
+
+
+def transforms(stage: int) -> tuple[int, int]:
+    """The number of matrices that are stepped, and how many of them this rank made orthogonal in one step."""
+    engine = started(stage, torch.float32)
+    train(engine, 0)
+    with longshore.trace(engine) as trace:
+        train(engine, 1)
+    matrices = sum(len(group["params"]) for group in engine.optimizer.param_groups if group.get("use_muon", True))
     engine.destroy()
-    return found
+    return matrices, sum(event.name == TRANSFORM for event in trace.events)
 
 
 def one_rank_fails(stage: int) -> tuple[str, str]:

@@ -28,12 +28,15 @@ def test_clipping_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_adamws_groups_are_stepped_ahead(stage: int, clipping: float, two_ranks: Ranks) -> None:
-    """While backward runs, and again where clipping comes; matrices wait for the verdict."""
-    super_offload = {"super_offload": True}
-    assert two_ranks(cases.run, stage, torch.float32, clipping, offload=super_offload) == [[[]] * STEPS] * 2
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stepped_ahead(stage: int, clipping: float, dtype: torch.dtype, two_ranks: Ranks) -> None:
+    """While backward runs, matrices up to what is to be transformed; and again where clipping comes."""
+    for differing, counts in two_ranks(cases.ahead, stage, dtype, clipping):
+        assert differing == [[]] * STEPS
+        begun, kept, redone = counts[1]  # the first window tells what to expect
+        assert begun > 0 and (kept, redone) == ((0, begun) if clipping else (begun, 0))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

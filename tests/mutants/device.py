@@ -72,7 +72,7 @@ MUTANTS = [
         "zip(units, [*units[1:], 0], strict=True)",
         "zip(units, [*units[1:], 0], [*units[2:], 0, 0], strict=False)",
         PLANNED,
-        file="plan/layout.py",
+        file="plan/memory.py",
     ),
     _mutant(
         "parameters on the host are written while they are copied",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     _mutant(
         "the rest of the backward is a part of the norm",
-        "        if name == NORM and self._clock is not None:\n",
+        "        if name in (NORM, TRANSFORM) and self._clock is not None:\n",
         "        if False:\n",
         TIMES,
         file="tracing/events.py",

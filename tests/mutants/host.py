@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "idle segments are not copied to the spare buffer",
         "tiles/speculation.py",
-        "                self.target[:, part] = self.source[:, part]\n",
+        "                target[:, part] = source[:, part]\n",
         "                pass\n",
         (STEPPING,),
     ),

@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 MUON = "tests/optim/test_muon.py"
 ENGINE = "tests/engine/test_muon.py"
+AHEAD = "tests/optim/test_muon_ahead.py"
 
 MUTANTS = [
     Mutant(
@@ -34,9 +35,8 @@ MUTANTS = [
     Mutant(
         "the momentum is bfloat16",
         "tiles/matrices.py",
-        "        self._pass(tile, tile.buffer[-1:], [row]",
-        "        tile.buffer[-1:] = tile.buffer[-1:].bfloat16().float()\n"
-        "        self._pass(tile, tile.buffer[-1:], [row]",
+        "        state = tile.buffer[-1:]\n",
+        "        state = tile.buffer[-1:]\n        state.copy_(state.bfloat16())\n",
         (MUON,),
     ),
     Mutant(
@@ -136,5 +136,46 @@ MUTANTS = [
         "        lr = self.lr if self.adam_lr is None else self.adam_lr\n",
         '        lr = self.options()["lr"]\n',
         ("tests/engine/test_muon_config.py",),
+    ),
+    Mutant(
+        "a part of a matrix that was stepped ahead is not transformed",
+        "tiles/matrices.py",
+        "                    pieces[work.matrix.parameter][part.in_piece] = part.ahead\n",
+        "                    pass\n",
+        (AHEAD,),
+    ),
+    Mutant(
+        "the last pass of a matrix that was stepped ahead is over the former momentum",
+        "tiles/matrices.py",
+        "                self.speculator.keep(tile)  # before the pass, which may fail half way\n"
+        "                self._pass(tile, master, tile.buffer[:-1]",
+        "                tile.move(TileEvent.REDO)\n"
+        "                tile.move(TileEvent.COMMIT)\n"
+        "                tile.move(TileEvent.COMMIT_DONE)\n"
+        "                self._pass(tile, master, tile.buffer[:-1]",
+        (AHEAD,),
+    ),
+    Mutant(
+        "a matrix is kept after its last pass",
+        "tiles/matrices.py",
+        "                self.speculator.keep(tile)  # before the pass, which may fail half way\n"
+        "                self._pass(tile, master, tile.buffer[:-1], rows, rules, UNSCALED, tile.outputs)\n",
+        "                self._pass(tile, master, tile.spare[:-1], rows, rules, UNSCALED, tile.outputs)\n"
+        "                self.speculator.keep(tile)\n",
+        (AHEAD,),
+    ),
+    Mutant(
+        "matrices and other tiles have the memory for spares twice",
+        "tiles/speculation.py",
+        "speculation_budget(self._memory, most, taken)",
+        "speculation_budget(self._memory, most, 0 * taken)",
+        (AHEAD,),
+    ),
+    Mutant(
+        "all options of a matrix have to be those that its step ahead assumed",
+        "tiles/speculation.py",
+        "self.part_of(step.rule) for segment, step in active",
+        "step.rule for segment, step in active",
+        (AHEAD,),
     ),
 ]

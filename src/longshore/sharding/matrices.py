@@ -16,7 +16,7 @@ from longshore.errors import BrokenStateError
 from longshore.sharding.data_plane import Outgoing
 from longshore.sharding.ownership import Ownership
 from longshore.tiles import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
-from longshore.tiles.events import commit_moves
+from longshore.tiles.events import Recorder, commit_moves
 from longshore.tiles.matrix_exchange import reserve
 from longshore.transfer import Transfer
 
@@ -59,15 +59,18 @@ class RankExchange(MatrixExchange):
         ownership: knows who has what.
         matrices: all that are stepped on any rank, in the order of all ranks.
         transfer: of this rank's store.
+        recorder: receives the transformations on this rank.
     """
 
-    def __init__(self, ownership: Ownership, matrices: Sequence[Matrix], transfer: Transfer) -> None:
+    def __init__(
+        self, ownership: Ownership, matrices: Sequence[Matrix], transfer: Transfer, recorder: Recorder
+    ) -> None:
         self._ownership = ownership
         self._collectives = ownership.collectives
         self._transfer = transfer
-        self._local = LocalExchange(transfer)
+        self._local = LocalExchange(transfer, recorder)
         shared = [each for each in matrices if not self._is_whole(each)]
-        self._shared = [self._batch(each) for each in _batched(shared)]
+        self._shared = [self._batch(each) for each in batched(shared)]
         self._ends = False
         """Whether the ranks meet no more in this commit."""
         self._rounds = [place for _, place in commit_moves(len(self._shared), MATRICES_UNDER_WAY)]
@@ -78,12 +81,8 @@ class RankExchange(MatrixExchange):
         return all(numel == matrix.numel for _, numel in self._ownership.owners(matrix.parameter))
 
     def _batch(self, matrices: Sequence[Matrix]) -> _Shared:
-        """Share the work of a batch: the most expensive matrix first, each to the rank that has the least so far."""
-        world_size = self._collectives.world_size
-        costs, owners = [0] * world_size, [0] * len(matrices)
-        for place in sorted(range(len(matrices)), key=lambda each: (-_cost(matrices[each]), each)):
-            owners[place] = min(range(world_size), key=costs.__getitem__)
-            costs[owners[place]] += _cost(matrices[place])
+        """Share the work of a batch."""
+        owners = owners_of(matrices, self._collectives.world_size)
         ranges = [
             [
                 [(part.parameter_offset, part.numel) for part in own if part.parameter == matrix.parameter]
@@ -125,7 +124,7 @@ class RankExchange(MatrixExchange):
                     for offset, numel in parts:
                         whole[offset : offset + numel] = received[rank][begins[rank] : begins[rank] + numel]
                         begins[rank] += numel
-                results[matrix.parameter] = matrix.transformed(whole)
+                results[matrix.parameter] = matrix.transformed(whole, self._local.recorder)
             return results
 
         return shared, self._meet(shared, gather)
@@ -202,7 +201,17 @@ def _cost(matrix: Matrix) -> int:
     return sum(rows * columns * min(rows, columns) for rows, columns in shapes)
 
 
-def _batched(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
+def owners_of(matrices: Sequence[Matrix], world_size: int) -> Sequence[int]:
+    """Return the rank that transforms each matrix of a batch: the most expensive matrix is given away first, each to
+    the rank that has the least so far."""
+    costs, owners = [0] * world_size, [0] * len(matrices)
+    for place in sorted(range(len(matrices)), key=lambda each: (-_cost(matrices[each]), each)):
+        owners[place] = min(range(world_size), key=costs.__getitem__)
+        costs[owners[place]] += _cost(matrices[place])
+    return owners
+
+
+def batched(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
     """Yield consecutive matrices that travel together."""
     batch: list[Matrix] = []
     for matrix in matrices:

@@ -248,7 +248,7 @@ class ShardedStore(ParameterStore):
             for parameter, step in sorted(steps.items())
             if isinstance(step.rule, MatrixRule) and parameter in self.ownership.bucket_of
         ]
-        exchange = RankExchange(self.ownership, matrices, self.transfer) if matrices else None
+        exchange = RankExchange(self.ownership, matrices, self.transfer, self.local.recorder) if matrices else None
         try:
             self.ownership.before_publishing()
             self.local.commit(own, scale, lambda: None, exchange)

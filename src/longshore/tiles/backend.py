@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Outputs, Scale
 from longshore.tiles.arrivals import Arrivals
+from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import (
     NO_RECORDER,
     PIPELINE_DEPTH,
@@ -27,7 +28,7 @@ from longshore.tiles.events import (
 from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots, padded_bytes
 from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.snapshot import Snapshots
-from longshore.tiles.speculation import SpeculationMemory, Speculator
+from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import runner_for
@@ -97,6 +98,8 @@ class Backend:
         pending_reads: the store's buffers that a snapshot has still to read.
     """
 
+    speculates: ClassVar[type[Speculator]] = Speculator
+
     def __init__(self, settings: BackendSettings, arrays: tuple[str, ...], pending_reads: PendingReads) -> None:
         transfer, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
         assert not transfer.staged or kernels.device.type == "cpu"
@@ -125,7 +128,7 @@ class Backend:
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
         spares = BufferPool(len(arrays), memory, pending_reads)
-        self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
+        self.speculator = self.speculates(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
 
     def outputs_of(self, dtype: torch.dtype, masters: bool) -> Outputs:
@@ -290,6 +293,7 @@ class Backend:
         slot = self.speculator.verdict(tile, active, scale, written)
         if slot is None:
             return False
+        self.speculator.keep(tile)
         stepped.append(tile)  # its buffer is the new one: from here on there is no way back
         views = [slot.view(tile.dtype, segment.layout) for segment, _ in active]
         self._publish(tile, slot, active, views)

@@ -92,8 +92,9 @@ class Backends:
         """Announce parts of matrices, by index, which are added next, with the name of their one state. There may be
         none of matrices that other ranks have."""
         if self.matrices is None:
-            settings = self._settings._replace(speculation_memory=0)
-            self.matrices = MatrixBackend(settings, self._pending_reads, state)
+            self.matrices = MatrixBackend(self._settings, self._pending_reads, state)
+            mine, others = self.matrices.speculator, self.backend.speculator
+            mine.forecast, mine.beside, others.beside = others.forecast, [others], [mine]
             self.matrices.parts.update((index, []) for index in self.backend.parts)
             self.matrices.set_recorders(self.recorders)
         self.matrices.ranges.update(ranges)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.kernels import UNSCALED, MatrixRule, Outputs, Rule, Scale, TileSegment
+from longshore.kernels import UNSCALED, HostRule, MatrixRule, Outputs, Rule, Scale, TileSegment
 from longshore.layout import MatrixLayout
 from longshore.tiles.backend import Active, Backend, BackendSettings
-from longshore.tiles.events import PIPELINE_DEPTH, STEP_IN_PLACE, Move, commit_moves
+from longshore.tiles.events import PIPELINE_DEPTH, STEP_IN_PLACE, Move, Recorder, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.memory import PendingReads, Slot
 from longshore.tiles.publishing import NewValues, publish
+from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER
-from longshore.tiles.tile import Segment, Tile, TileEvent
+from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
 from longshore.transfer import wait_for_all
 
 
@@ -41,14 +42,33 @@ class MatrixRange:
     offset: int = 0
 
 
+class MatrixSpeculator(Speculator):
+    """Stepping ahead of matrices, up to what is to be transformed: that is all of a step that the host alone does.
+
+    A transformation ahead would take memory and time of a device that needs both for backward, and would meet other
+    ranks. The transformation and the last pass follow the verdict.
+    """
+
+    arrays: ClassVar = slice(1, None)
+    output_dtype: ClassVar = torch.bfloat16
+
+    @staticmethod
+    def part_of(rule: HostRule) -> HostRule:
+        assert isinstance(rule, MatrixRule)
+        return rule.first
+
+
 class _Part(NamedTuple):
-    """The part of a matrix that is in one tile, and of which ``begin`` is the first element in this process's piece."""
+    """The part of a matrix that is in one tile, and of which ``begin`` is the first element in this process's piece.
+
+    ``ahead``: what is to be transformed of it, if its tile was stepped ahead."""
 
     tile: Tile
     segment: Segment
     begin: int
     target: Tensor
     gradient: Tensor | None
+    ahead: Tensor | None
 
     @property
     def in_piece(self) -> slice:
@@ -76,6 +96,8 @@ class MatrixBackend(Backend):
         state: name of the one state.
     """
 
+    speculates: ClassVar = MatrixSpeculator
+
     def __init__(self, settings: BackendSettings, pending_reads: PendingReads, state: str) -> None:
         super().__init__(settings, (MASTER, state), pending_reads)
         self.ranges: dict[int, MatrixRange] = {}
@@ -91,10 +113,14 @@ class MatrixBackend(Backend):
         counted["staging"] += sum(each.nbytes for each in self._staging)
         return counted
 
+    def set_recorders(self, recorders: Sequence[Recorder]) -> Recorder:
+        self.own_exchange.recorder = super().set_recorders(recorders)
+        return self.own_exchange.recorder
+
     def run(self, work: Sequence[tuple[Tile, Active]], scale: Scale, stepped: list[Tile]) -> None:
         if self.snapshots.active:
             self.snapshots.collect()
-        found = self._by_matrix(work)
+        found = self._by_matrix(work, scale)
         batches = self.exchange.batches({parameter: each.matrix for parameter, each in found.items()})
         here = [[found[each.parameter] for each in batch if each.parameter in found] for batch in batches]
         self._reserve(max((sum(each.numel for each in works) for works in here), default=0))
@@ -114,7 +140,7 @@ class MatrixBackend(Backend):
 
     # -- the parts of a step --------------------------------------------------
 
-    def _by_matrix(self, work: Sequence[tuple[Tile, Active]]) -> dict[int, _Work]:
+    def _by_matrix(self, work: Sequence[tuple[Tile, Active]], scale: Scale) -> dict[int, _Work]:
         """Return the work by parameter; both the matrices and the parts of each are in order."""
         entries = [(self.ranges[segment.layout.parameter], tile, segment, step) for tile, [(segment, step)] in work]
         entries.sort(key=lambda entry: (entry[0].parameter, entry[0].offset, entry[2].layout.parameter_offset))
@@ -123,7 +149,9 @@ class MatrixBackend(Backend):
             assert isinstance(step.rule, MatrixRule)
             each = found.setdefault(where.parameter, _Work(Matrix(where.parameter, where.layout, step.rule)))
             gradient = None if step.gradient is None else segment.part_of(step.gradient)
-            each.parts.append(_Part(tile, segment, each.numel, segment.part_of(step.target), gradient))
+            slot = self.speculator.verdict(tile, [(segment, step)], scale, written=False)  # the last pass reads those
+            ahead = None if slot is None else slot.view(torch.bfloat16, segment.layout)
+            each.parts.append(_Part(tile, segment, each.numel, segment.part_of(step.target), gradient, ahead))
         return found
 
     def _reserve(self, numel: int) -> None:
@@ -143,7 +171,13 @@ class MatrixBackend(Backend):
                 strict=True,
             )
         )
-        todo = [(work.matrix, part) for work in works for part in work.parts]
+        for work in works:
+            for part in work.parts:
+                if part.ahead is not None and len(work.parts) == 1:
+                    pieces[work.matrix.parameter] = part.ahead
+                elif part.ahead is not None:
+                    pieces[work.matrix.parameter][part.in_piece] = part.ahead
+        todo = [(work.matrix, part) for work in works for part in work.parts if part.ahead is None]
         ready = self.transfer.mark()
         for move, place in commit_moves(len(todo), PIPELINE_DEPTH):
             matrix, part = todo[place]
@@ -165,7 +199,8 @@ class MatrixBackend(Backend):
         assert tile.buffer is not None and segment.gradient is not None
         tile.move(TileEvent.COMMIT)
         row = TileSegment(segment.layout.buffer_offset, segment.gradient, output, 0)
-        self._pass(tile, tile.buffer[-1:], [row], [rule], scale, Outputs.WRITTEN)
+        state = tile.buffer[-1:]
+        self._pass(tile, state, state, [row], [rule], scale, Outputs.WRITTEN)
 
     def _last_passes(self, work: _Work, update: Tensor, stepped: list[Tile]) -> None:
         """Step the masters by the transformed matrix, of which ``update`` is this process's piece, and publish them."""
@@ -183,29 +218,36 @@ class MatrixBackend(Backend):
                 at = segment.layout.buffer_offset + here.start
                 rows.append(TileSegment(at, gradient[here], output[here], layout.blocks.index(block)))
             assert tile.buffer is not None
-            self._pass(tile, tile.buffer[:-1], rows, rules, UNSCALED, tile.outputs)
-            tile.move(TileEvent.COMMIT_DONE)
+            master = tile.buffer[:-1]
+            if part.ahead is None:
+                self._pass(tile, master, master, rows, rules, UNSCALED, tile.outputs)
+                tile.move(TileEvent.COMMIT_DONE)
+            else:
+                self.speculator.keep(tile)  # before the pass, which may fail half way
+                self._pass(tile, master, tile.buffer[:-1], rows, rules, UNSCALED, tile.outputs)
             stepped.append(tile)
             publish(self.transfer, tile, slot, [NewValues(segment, output, part.target)])
 
     def _pass(
         self,
         tile: Tile,
-        array: Tensor,
+        source: Tensor,
+        target: Tensor,
         rows: Sequence[TileSegment],
         rules: Sequence[Rule],
         scale: Scale,
         outputs: Outputs,
     ) -> None:
-        """Step one array of a tile's buffer in place."""
+        """Step one array of a tile's buffer, in place or into its new buffer."""
         begin_ns = tile.recorder.begin(STEP_IN_PLACE, tile.layout.index)
         try:
-            self.kernels.step_tile(array, array, rows, rules, scale, outputs)
+            self.kernels.step_tile(source, target, rows, rules, scale, outputs)
         except BaseException:
-            tile.move(TileEvent.COMMIT_FAILED)
+            if tile.state is TileState.COMMITTING:
+                tile.move(TileEvent.COMMIT_FAILED)
             raise
         finally:
-            tile.recorder.passed(STEP_IN_PLACE, tile.layout.index, array, rows, begin_ns)
+            tile.recorder.passed(STEP_IN_PLACE, tile.layout.index, target, rows, begin_ns)
 
     def _output_slot(self, tile: Tile) -> Slot | None:
         """Return the slot for a tile's new parameters, once nothing reads it any more."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from longshore.accelerator import wait_for
 from longshore.kernels import MatrixRule
 from longshore.layout import MatrixLayout
+from longshore.tiles.events import NO_RECORDER, TRANSFORM, Recorder
 from longshore.transfer import Transfer
 
 MATRICES_UNDER_WAY = 2
@@ -34,8 +35,15 @@ class Matrix(NamedTuple):
         """Bytes that its transformation takes beside the parameter's own."""
         return max(self.rule.workspace_bytes(*self.layout.shape_of(block)) for block in self.layout.blocks)
 
-    def transformed(self, whole: Tensor) -> Tensor:
+    def transformed(self, whole: Tensor, recorder: Recorder) -> Tensor:
         """Return the transformed parameter: flat bfloat16, contiguous, as ``whole``, whose memory is written."""
+        begin_ns = recorder.begin(TRANSFORM, None)
+        try:
+            return self._transformed(whole)
+        finally:
+            recorder.span(TRANSFORM, None, begin_ns)
+
+    def _transformed(self, whole: Tensor) -> Tensor:
         shaped = whole.view(self.layout.rows, self.layout.columns)
         if len(self.layout.blocks) == 1:
             return self.rule.transform(shaped).view(-1)
@@ -74,7 +82,8 @@ class LocalExchange(MatrixExchange):
     to and from it are enqueued, and the passes over other matrices go on.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, recorder: Recorder = NO_RECORDER) -> None:
+        self.recorder = recorder
         self._transfer = transfer
         self._device = transfer.device
 
@@ -90,9 +99,9 @@ class LocalExchange(MatrixExchange):
         for matrix in batch:
             piece = pieces[matrix.parameter]
             if piece.device.type == self._device.type:
-                results[matrix.parameter] = matrix.transformed(piece)
+                results[matrix.parameter] = matrix.transformed(piece, self.recorder)
                 continue
-            result = matrix.transformed(piece.to(self._device, non_blocking=True))
+            result = matrix.transformed(piece.to(self._device, non_blocking=True), self.recorder)
             results[matrix.parameter] = piece.copy_(result, non_blocking=True)
             kept.append(result)
         return results, self._transfer.mark() if kept else None, kept
@@ -109,6 +118,11 @@ def reserve(device: torch.device, matrices: Sequence[Matrix]) -> None:
     others as may be under way are there."""
     if device.type == "cpu" or not matrices:
         return
+    torch.empty(reserved_bytes(matrices), dtype=torch.uint8, device=device)
+
+
+def reserved_bytes(matrices: Sequence[Matrix]) -> int:
+    """Return the bytes of a device to transform the largest of these matrices while as many others as may be under way
+    are there."""
     each = sorted((2 * matrix.numel for matrix in matrices), reverse=True)[:MATRICES_UNDER_WAY]
-    most = max(matrix.workspace_bytes for matrix in matrices)
-    torch.empty(2 * sum(each) + most, dtype=torch.uint8, device=device)
+    return 2 * sum(each) + max((matrix.workspace_bytes for matrix in matrices), default=0)

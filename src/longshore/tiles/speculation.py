@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import HostRule, Kernels, Scale
-from longshore.machine import available_bytes
+from longshore.tiles.bets import Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferPool, Slot, cut_slots
@@ -26,80 +26,29 @@ from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileStat
 from longshore.tiles.worker import JobRunner
 from longshore.transfer import Transfer, wait_for_all
 
-SpeculationMemory = int | str
-"""Argument of :func:`longshore.byte_sizes.parse_memory_budget`; 100 % is the memory of a spare for every tile."""
-
-_AUTO_PART = 4
-_MEMORY = 0.75
-"""Weight of all earlier verdicts against the last one: about four windows count."""
-_ENOUGH = 0.5
-
-
-def memory_for_speculation() -> int:
-    """Return how many bytes ``"auto"`` grants at most to all processes of this machine together."""
-    return available_bytes() // _AUTO_PART
-
-
-def speculation_budget(memory: SpeculationMemory, most: int) -> int:
-    """Return the number of bytes for spares, if a spare for every tile would take ``most``."""
-    budget = parse_memory_budget(memory)
-    if budget.byte_count is not None:
-        return budget.byte_count
-    return min(most, memory_for_speculation()) if budget.share is None else int(most * budget.share)
-
-
-class SpeculationRecord(NamedTuple):
-    """State of speculation, and what it did with tiles in the last window."""
-
-    score: float
-    """How often the assumed verdict was the true one lately, from 0 to 1."""
-    bets: bool
-    """Whether tiles will be stepped ahead in the next window."""
-    spares: int
-    """Tiles that can be stepped ahead at once."""
-    begun: int = 0
-    kept: int = 0
-    redone: int = 0
-    """Tiles stepped ahead, and then again with the true scale, rule or parameters."""
-    dropped: int = 0
-    """Tiles stepped ahead in vain: one more gradient came, or the window was discarded."""
-    waited: int = 0
-    """Tiles that were complete when no spare was left."""
-
-
-class Predictor:
-    """Predictor of verdicts, which bets as long as most of the last verdicts were the assumed one.
-
-    It learns from every window, so that speculation stays off only while every window is clipped.
-    """
-
-    def __init__(self) -> None:
-        self.score = 1.0
-        """How often the assumption held lately, from 0 to 1."""
-
-    @property
-    def bets(self) -> bool:
-        return self.score >= _ENOUGH
-
-    def observe(self, held: bool) -> None:
-        """Learn whether the assumption held in one window."""
-        self.score = _MEMORY * self.score + (1.0 - _MEMORY) * held
-
 
 class Pass:
     """Step of one tile into a spare buffer; it owns all that it reads and writes, whatever happens to the window.
 
     The constructor moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the
     outputs must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
-    ``slot`` takes the outputs; the pass waits for the last copy that was published from it.
+    ``slot`` takes the outputs; the pass waits for the last copy that was published from it. ``arrays``: the arrays of
+    the buffers that are read and written.
     """
 
     def __init__(
-        self, tile: Tile, steps: Sequence[SegmentStep], into: Tensor, scale: Scale, slot: Slot | None = None
+        self,
+        tile: Tile,
+        steps: Sequence[SegmentStep],
+        into: Tensor,
+        scale: Scale,
+        slot: Slot | None = None,
+        arrays: slice = slice(None),
     ) -> None:
         assert tile.buffer is not None
         self.tile = tile
         self.source, self.target = tile.buffer, into
+        self._arrays = arrays
         self.scale = scale
         self.slot = slot
         self.rules = {step.segment.layout.parameter: step.rule for step in steps}
@@ -124,14 +73,15 @@ class Pass:
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
         wait_for_all(self._copies)  # before begin(), so that a recorder times the pass alone
+        source, target = self.source[self._arrays], self.target[self._arrays]
         recorder, index = self.tile.recorder, self.tile.layout.index
         begin_ns = recorder.begin(STEP_AHEAD, index)
         try:
             for part in self._idle:  # elements that are not stepped keep their values
-                self.target[:, part] = self.source[:, part]
-            kernels.step_tile(self.source, self.target, self._rows, self._row_rules, self.scale)
+                target[:, part] = source[:, part]
+            kernels.step_tile(source, target, self._rows, self._row_rules, self.scale)
         finally:
-            recorder.passed(STEP_AHEAD, index, self.source, self._rows, begin_ns)
+            recorder.passed(STEP_AHEAD, index, source, self._rows, begin_ns)
 
     def end(self, spares: BufferPool) -> bool:
         """Make the spare buffer the tile's spare (STEPPING -> STEPPED). No other thread may move the tile meanwhile.
@@ -149,6 +99,8 @@ class Pass:
 class Speculator:
     """Stepping ahead for the tiles of one backend, each as soon as it has as many gradients as in its last window.
 
+    A subclass steps ahead a part of the step, over some of the arrays, with outputs of a dtype of its own.
+
     Args:
         memory: limit of spare buffers, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
         spares: a pool for spare buffers alone.
@@ -157,6 +109,16 @@ class Speculator:
         runner: the worker that adds later arrivals.
         parts_of: returns a parameter's tiles and segments.
     """
+
+    arrays: ClassVar = slice(None)
+    """The arrays of a buffer that are stepped ahead."""
+    output_dtype: ClassVar[torch.dtype | None] = None
+    """Dtype of the outputs; None: that of the parameters."""
+
+    @staticmethod
+    def part_of(rule: HostRule) -> HostRule:
+        """Return the rule of the part of a step that goes ahead."""
+        return rule
 
     def __init__(
         self,
@@ -169,6 +131,8 @@ class Speculator:
     ) -> None:
         # Fixed.
         self.forecast: Forecast | None = None
+        self.beside: Sequence[Speculator] = ()
+        """Others that share the memory."""
         self._memory = memory
         self._pool = spares
         self.spares = spares if memory else None
@@ -234,11 +198,12 @@ class Speculator:
             self._counts["waited"] += 1
             return
         slot = free.pop()
+        dtype = self.output_dtype or tile.dtype
         steps = [
-            SegmentStep(segment, rules[segment.layout.parameter], slot.view(tile.dtype, segment.layout))
+            SegmentStep(segment, self.part_of(rules[segment.layout.parameter]), slot.view(dtype, segment.layout))
             for segment in active
         ]
-        bet = self._passes[tile.layout.index] = Pass(tile, steps, buffer, forecast.scale(), slot)
+        bet = self._passes[tile.layout.index] = Pass(tile, steps, buffer, forecast.scale(), slot, self.arrays)
         self._counts["begun"] += 1
         self._runner.submit(lambda: self._run(bet), 0)
 
@@ -320,20 +285,23 @@ class Speculator:
     def verdict(
         self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale, written: bool
     ) -> Slot | None:
-        """Commit the tile and return the slot with its new parameters, if it was stepped ahead as required.
+        """Return the slot with the outputs if the tile was stepped ahead as required; :meth:`keep` then commits it.
 
         ``written``: whether somebody wrote its parameters, which a step ahead does not read."""
         if tile.state is not TileState.STEPPED:
             return None
         bet = self._passes[tile.layout.index]
-        rules = {segment.layout.parameter: step.rule for segment, step in active}
+        rules = {segment.layout.parameter: self.part_of(step.rule) for segment, step in active}
         if bet.scale == scale and bet.rules == rules and not written:
-            tile.keep_spare(self._pool)
-            self._count(KEPT, tile)
             return bet.slot
         tile.redo(self._pool)
         self._count(REDONE, tile)
         return None
+
+    def keep(self, tile: Tile) -> None:
+        """Commit a tile that was stepped ahead: its spare becomes its buffer."""
+        tile.keep_spare(self._pool)
+        self._count(KEPT, tile)
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
         """End the window, after :meth:`harvest`; ``scale`` is the scale of its step, None if it was discarded."""
@@ -360,7 +328,8 @@ class Speculator:
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
         most = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes for tile in tiles)
-        budget = speculation_budget(self._memory, most) - self.spare_bytes
+        taken = sum(other.spare_bytes for other in self.beside)
+        budget = speculation_budget(self._memory, most, taken) - self.spare_bytes
         wanted = []
         for tile in reversed(tiles):
             key = (tile.layout.buffer_numel, tile.output_bytes)

@@ -17,10 +17,10 @@ from longshore.errors import GradientError
 from longshore.kernels import Scale, total_of_blocks
 from longshore.tiles.backend import Active, BackendSettings
 from longshore.tiles.backends import Backends
+from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NORM, Recorder
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.speculation import SpeculationRecord
 from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.tile import Tile, TileEvent, TileState
 
@@ -90,7 +90,9 @@ class TileStore(Backends):
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of what was stepped ahead in the last window; None if this store never steps ahead."""
-        return self.backend.speculator.record
+        record = self.backend.speculator.record
+        matrices = None if self.matrices is None else self.matrices.speculator.record
+        return record if record is None or matrices is None else record.and_of(matrices)
 
     def arrivals(self, parameter: int) -> int:
         placed = self._placed(parameter) if parameter in self else ()

@@ -13,7 +13,7 @@ from torch import Tensor
 from longshore.accelerator import DeviceClock, Mark
 from longshore.kernels import TileSegment
 from longshore.tiles import Recorder
-from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH, WAIT
+from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH, TRANSFORM, WAIT
 from longshore.transfer import CopyHandle, FinishedCopy
 
 BACKWARD = "backward"
@@ -21,7 +21,7 @@ BACKWARD = "backward"
 STEP = "step"
 """Event of the optimizer's ``step()``, from its call to its return."""
 DEVICE_TRACK = "device"
-"""The track of WAIT."""
+"""The track of WAIT, and of a device's TRANSFORM."""
 _SHORTEST_WAIT_NS = 1_000
 STEP_TRACK = "backward, step()"
 """The track of BACKWARD and STEP."""
@@ -63,7 +63,8 @@ class EventRecorder(Recorder):
         self._events: list[Event] = []
         self._late: list[tuple[Event, Mark, Mark | None]] = []
         """Events whose beginning is an event of the device, and perhaps their end."""
-        self._norm_began: Mark | None = None
+        self._began: dict[str, Mark] = {}
+        """When the device was asked for what goes on: a norm, a transformation."""
         self._step_called: tuple[int, Mark | None] = (0, None)
         self._copies: dict[str, queue.SimpleQueue[tuple[int | None, CopyHandle, int] | None]] = {
             name: queue.SimpleQueue() for name in (COPY_TO_HOST, PUBLISH)
@@ -100,8 +101,8 @@ class EventRecorder(Recorder):
         return event._replace(begin_ns=begin_ns, end_ns=clock.ns_of(ended))
 
     def begin(self, name: str, tile: int | None) -> int:
-        if name == NORM and self._clock is not None:
-            self._norm_began = self._clock.mark()
+        if name in (NORM, TRANSFORM) and self._clock is not None:
+            self._began[name] = self._clock.mark()
         return time.perf_counter_ns()
 
     def mark(self, name: str, tile: int | None) -> None:
@@ -110,10 +111,10 @@ class EventRecorder(Recorder):
 
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         event = Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns())
-        began = None
-        if name == NORM:
-            began, self._norm_began = self._norm_began, None
-        self._add(event, began, None)
+        began, ended = self._began.pop(name, None), None
+        if name == TRANSFORM and began is not None and self._clock is not None:
+            event, ended = event._replace(track=DEVICE_TRACK), self._clock.mark()
+        self._add(event, began, ended)
 
     def calling_step(self) -> None:
         """Note that ``step()`` is called."""

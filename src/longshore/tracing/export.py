@@ -26,6 +26,7 @@ _KINDS = {
     tile_events.MEASURE: ("#bcbd22", "the host adds up squares of gradients ahead of the norm"),
     tile_events.STEP_AHEAD: ("#2ca02c", "a tile is stepped before step(), into a spare state buffer"),
     tile_events.STEP_IN_PLACE: ("#9467bd", "a tile is stepped inside step()"),
+    tile_events.TRANSFORM: ("#e377c2", "Muon makes a parameter orthogonal, where it computes"),
     tile_events.PUBLISH: ("#17a2b8", "new values are copied to a parameter"),
     tile_events.FETCH: ("#8dd3e0", "parameters that rest on the host are copied to the device"),
     tile_events.WAIT: ("#c2185b", "forward or backward waits for such parameters"),

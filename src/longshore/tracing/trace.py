@@ -29,6 +29,7 @@ from longshore.tiles.events import (
     REDONE,
     STEP_AHEAD,
     STEP_IN_PLACE,
+    TRANSFORM,
     WAIT,
 )
 from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
@@ -68,12 +69,16 @@ class Summary(NamedTuple):
     """The most tiles stepped ahead in one accumulation window."""
     spares: int
     """Tiles that can be stepped ahead at once, at the end of the block."""
+    transform_s: float | None = None
+    """The time of this process's Newton-Schulz iterations, if the optimizer is Muon."""
 
     def __str__(self) -> str:
         def shown(value: float | None, scale: float, unit: str) -> str:
             return "-" if value is None else f"{scale * value:.2f} {unit}"
 
-        resting = []
+        orthogonal, resting = [], []
+        if self.transform_s is not None:
+            orthogonal = [("    Newton-Schulz", shown(self.transform_s, 1e3, "ms"))]
         if self.waited_s is not None:
             resting = [
                 ("parameters to the device", shown(self.fetched_bytes_per_second, 1e-9, "GB/s")),
@@ -84,6 +89,7 @@ class Summary(NamedTuple):
             ("time of a step", shown(self.step_s, 1e3, "ms")),
             ("  exposed: norm and step()", shown(self.exposed_s, 1e3, "ms")),
             ("    norm", shown(self.norm_s, 1e3, "ms")),
+            *orthogonal,
             ("host passes", shown(self.host_bytes_per_second, 1e-9, "GB/s")),
             ("copies to the host", shown(self.to_host_bytes_per_second, 1e-9, "GB/s")),
             ("copies to the device", shown(self.to_device_bytes_per_second, 1e-9, "GB/s")),
@@ -108,6 +114,7 @@ def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
     stepped_by_ns = steps[-1].end_ns if steps else begin_ns
     norms = [event for event in events if event.name == NORM and event.begin_ns < stepped_by_ns]
     fetched = any(event.name == FETCH for event in events)
+    transformed = [event for event in events if event.name == TRANSFORM]
     verdicts = [event.name for event in events if event.name in (KEPT, REDONE, DROPPED)]
     return Summary(
         steps=count,
@@ -122,6 +129,7 @@ def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
         hit_rate=verdicts.count(KEPT) / len(verdicts) if verdicts else None,
         spares_used=_most_ahead(events),
         spares=spares,
+        transform_s=_seconds(transformed) / count if count and transformed else None,
     )
 
 

@@ -326,8 +326,9 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: how the learning rate depends on a matrix of ``A`` rows and ``B`` columns: ``"original"`` (as
             None) multiplies it by ``sqrt(max(1, A / B))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(A, B))``.
         release_gradients: as for :class:`AdamW`.
-        offload: settings of the host side. Matrices are never stepped ahead, and with a ``ratio`` below 1 all of them
-            are on the host. An engine's configuration takes the place of these two.
+        offload: settings of the host side. With ``speculation_memory``, what comes before Newton-Schulz goes ahead;
+            with a ``ratio`` below 1, all matrices are on the host. An engine's configuration takes the place of these
+            two arguments.
 
     Raises:
         ValueError: an option, a value or a parameter, which the message names, is not supported.
@@ -336,6 +337,7 @@ class Muon(RuleOptimizer):
     rules = MuonFamily
     twin = getattr(torch.optim, "Muon", None)  # torch 2.9 and newer
     deepspeed_defaults: ClassVar = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+    suggested: ClassVar = {"lr": 1e-4, "ns_method": "standard", "adjust_lr_fn": "match_rms_adamw"}
 
     def __init__(
         self,

@@ -1,0 +1,224 @@
+"""Muon stepped ahead of the verdict, up to what Newton-Schulz takes: no bit changes, whatever the verdict is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_muon import backward, build, groups_of
+from support import same_weights
+
+import longshore
+from longshore.errors import BrokenStateError
+from longshore.kernels import HostKernels
+from longshore.tiles import SpeculationRecord
+from longshore.tiles.matrices import MatrixBackend
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
+    "direct": lambda: None,
+    "simulated": lambda: longshore.SimulatedTransfer(seed=0),
+}
+
+
+class Pair:
+    """The same training twice: with and without stepping ahead."""
+
+    def __init__(
+        self,
+        transfer: str = "direct",
+        memory: int | str = "100%",
+        dtype: torch.dtype = torch.float32,
+        tile_numel: int = 300,
+    ) -> None:
+        self.models = (build(dtype), build(dtype))
+        self.waits, self.ahead = (
+            longshore.Muon(
+                groups_of(model),
+                lr=0.02,
+                release_gradients=True,
+                offload=longshore.Offload(
+                    tile_numel=tile_numel, transfer=TRANSFERS[transfer](), speculation_memory=share
+                ),
+            )
+            for model, share in zip(self.models, (0, memory), strict=True)
+        )
+        self.steps = itertools.count()
+        matrices = self.ahead._core.store.local.matrices
+        assert matrices is not None
+        self.matrices: MatrixBackend = matrices
+
+    def backward(self) -> None:
+        step = next(self.steps)
+        for model in self.models:
+            backward(model, step)
+
+    def step(self, clip: float | None = None) -> SpeculationRecord:
+        """Step both, and return the record of the matrices."""
+        for optimizer in (self.waits, self.ahead):
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+        self.check()
+        record = self.matrices.speculator.record
+        assert record is not None
+        return record
+
+    def check(self) -> None:
+        assert same_weights(*self.models)
+        for one, other in zip(*(model.parameters() for model in self.models), strict=True):
+            mine, its = self.waits.state[one], self.ahead.state[other]
+            assert list(mine) == list(its)
+            assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(its[name])) for name in mine)
+
+    def train(self, windows: int, backwards: int = 1, clip: float | None = None) -> SpeculationRecord:
+        for _ in range(windows):
+            for _ in range(backwards):
+                self.backward()
+            record = self.step(clip)
+        return record
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """After two windows: the next one is stepped ahead."""
+    made = Pair()
+    assert made.train(2).kept == len(made.matrices.tiles) > 5
+    return made
+
+
+@pytest.mark.parametrize("tile_numel", [300, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_parity(transfer: str, dtype: torch.dtype, tile_numel: int) -> None:
+    """Of matrices in one tile and in several."""
+    pair = Pair(transfer, dtype=dtype, tile_numel=tile_numel)
+    records = [pair.train(1, backwards, clip) for backwards in (1, 2) for clip in (None, 1e9, 1e-3, 1e9)]
+    tiles = len(pair.matrices.tiles)
+    assert [record.begun for record in records] == [0, tiles, tiles, tiles, tiles, tiles, tiles, tiles]
+    assert [record.kept for record in records] == [0, tiles, 0, tiles, 0, tiles, 0, tiles]
+    assert [record.redone for record in records] == [0, 0, tiles, 0, 0, 0, tiles, 0]
+    assert records[4].dropped == tiles, "one more backward came"
+
+
+def test_with_part_of_the_memory() -> None:
+    """Of one matrix some tiles are stepped ahead and some are not; and all spares together stay within the limit."""
+    whole = Pair()
+    whole.train(2)
+    most = whole.ahead.host_bytes()["spares"]
+    pair = Pair(memory=most // 2)
+    record = pair.train(4)
+    assert 0 < record.kept < len(pair.matrices.tiles) and record.waited > 0
+    assert most // 3 < pair.ahead.host_bytes()["spares"] <= most // 2
+
+
+def test_the_record_is_of_all_tiles(pair: Pair) -> None:
+    """Of matrices, and of AdamW's groups."""
+    pair.train(1)
+    record = pair.ahead.speculation
+    assert record is not None
+    assert record.kept == record.begun == record.spares == len(pair.ahead._core.store.local.tiles)
+
+
+def test_a_schedule_of_learning_rates_keeps_what_was_made(pair: Pair) -> None:
+    """Only the last pass, after the verdict, reads the learning rate."""
+    for rate in (0.01, 0.03):
+        pair.backward()
+        for optimizer in (pair.waits, pair.ahead):
+            optimizer.param_groups[0]["lr"] = rate
+        assert pair.step().kept == len(pair.matrices.tiles)
+
+
+def test_a_momentum_that_changes_is_redone(pair: Pair) -> None:
+    pair.backward()
+    for optimizer in (pair.waits, pair.ahead):
+        optimizer.param_groups[0]["momentum"] = 0.5
+    record = pair.step()
+    assert record.redone > 0 and record.redone + record.kept == len(pair.matrices.tiles)
+
+
+@pytest.mark.parametrize("write", ["data", "load", "state"])
+def test_what_is_written_between_backward_and_step_counts(pair: Pair, write: str) -> None:
+    pair.backward()
+    for model, optimizer in zip(pair.models, (pair.waits, pair.ahead), strict=True):
+        if write == "data":
+            model.tall.weight.data = torch.full_like(model.tall.weight, 0.25)
+        elif write == "load":
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        else:
+            optimizer.state[model.tall.weight]["momentum_buffer"] = torch.full_like(model.tall.weight, 0.5)
+    assert pair.step().begun == len(pair.matrices.tiles)
+    pair.train(2)
+
+
+def test_discarded_windows_leave_every_bit(pair: Pair) -> None:
+    for _ in range(3):
+        pair.backward()
+        for optimizer in (pair.waits, pair.ahead):
+            optimizer.zero_grad()
+        pair.check()
+    assert pair.train(1).kept == len(pair.matrices.tiles)
+
+
+def test_idle_matrices_keep_everything(pair: Pair) -> None:
+    for idle in (("experts", "tall.weight"), (), ("qkv.weight",), ()):
+        for model in pair.models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name not in idle)
+        pair.train(1)
+
+
+def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
+    """Buffers that it has still to read are not written, and steps ahead go on."""
+    reads = [(index, "momentum_buffer") for index in pair.matrices.ranges]
+    before = {index: pair.ahead._core.store.local.read_state(index, which) for index, which in reads}
+    snapshot = pair.ahead._core.store.local.snapshot(reads, 1 << 30)
+    pair.train(2)
+    assert all(torch.equal(snapshot.read_range(index, which), before[index]) for index, which in reads)
+    snapshot.close()
+    assert pair.train(2).kept == len(pair.matrices.tiles)
+
+
+def test_a_transformation_that_fails_before_anything_was_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The momentum that was made ahead is dropped, and the window can be trained again."""
+    before = {name: value.clone() for name, value in pair.models[1].named_parameters()}
+    step = next(pair.steps)
+    backward(pair.models[1], step)
+    with monkeypatch.context() as patched:
+        patched.setattr("longshore.optim.rules.muon.newton_schulz", _fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            pair.ahead.step()
+    assert all(torch.equal(value, before[name]) for name, value in pair.models[1].named_parameters())
+    pair.ahead.zero_grad()
+    pair.steps = itertools.count(step)
+    pair.train(2)
+
+
+@pytest.mark.parametrize("failing_pass", [0, 1, 5])
+def test_a_last_pass_that_fails_breaks_the_state(
+    pair: Pair, failing_pass: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have written some parameters."""
+    whole, passes = HostKernels.step_tile, itertools.count()
+    pair.backward()
+    pair.ahead._core.store.local.settle()  # what goes ahead has been made
+
+    def failing(self: HostKernels, *arguments: Any) -> None:
+        whole(self, *arguments)
+        if next(passes) == failing_pass:
+            raise RuntimeError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostKernels, "step_tile", failing)
+        with pytest.raises(RuntimeError, match="no more"):
+            pair.ahead.step()
+    with pytest.raises(BrokenStateError, match="no more"):
+        pair.ahead.step()
+
+
+def _fail(*_: object) -> torch.Tensor:
+    raise RuntimeError("no more")
