@@ -243,11 +243,20 @@ def test_parameters_on_two_devices_are_refused() -> None:
         longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device=device_type()))])
 
 
-@pytest.mark.parametrize("device", ["cpu", NONE])
-@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize(
+    ("release", "memory", "device"),
+    [
+        (False, 0, "cpu"),
+        (True, 0, "cpu"),
+        (True, "100%", "cpu"),
+        pytest.param(False, 0, "none", marks=NONE.marks),
+        pytest.param(True, 0, "none", marks=NONE.marks),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_muon(dtype: torch.dtype, release: bool, device: str) -> None:
-    """Newton-Schulz runs on the device, so the plain loop's does; everything elementwise has the bits of the CPU."""
+def test_muon(dtype: torch.dtype, release: bool, memory: int | str, device: str) -> None:
+    """Newton-Schulz runs on the device, so the plain loop's does; everything elementwise has the bits of the CPU, also
+    what is stepped ahead."""
     plain_model, model = small_model(dtype), small_model(dtype).to(device_type())
     groups, plain_groups = (
         [
@@ -258,7 +267,7 @@ def test_muon(dtype: torch.dtype, release: bool, device: str) -> None:
     )
     plain = PlainMuon(plain_groups, on=torch.device(device_type()))
     seen = captured(model)
-    offload = longshore.Offload(tile_numel=64, device=device)
+    offload = longshore.Offload(tile_numel=64, device=device, speculation_memory=memory)
     optimizer = longshore.Muon(groups, release_gradients=release, offload=offload)
     for step in range(5):
         backward(model, step, dtype)
@@ -269,4 +278,6 @@ def test_muon(dtype: torch.dtype, release: bool, device: str) -> None:
         optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
             assert torch.equal(ours.cpu(), theirs), step
+    record = optimizer.speculation
+    assert (record is not None and record.kept == record.begun > 1) if memory else record is None
     assert (optimizer.host_bytes()["state"] > 0) == (device == "cpu")

@@ -12,8 +12,9 @@ from torch import nn
 
 import longshore
 from longshore.accelerator import current_stream_is
-from longshore.tiles.events import COPY_TO_HOST, FETCH, PUBLISH
-from longshore.tracing.events import BACKWARD, STEP
+from longshore.optim.rules.muon import MuonRule
+from longshore.tiles.events import COPY_TO_HOST, FETCH, PUBLISH, TRANSFORM
+from longshore.tracing.events import BACKWARD, DEVICE_TRACK, STEP
 from longshore.transfer import DeviceTransfer
 
 pytestmark = pytest.mark.gpu
@@ -163,3 +164,22 @@ def test_a_closed_stream_is_not_traced() -> None:
         training.model(torch.ones(4, 16)).square().sum().backward()
         training.optimizer.step()
     assert traced.summary().waited_s is None and "wait" not in str(traced.summary())
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_newton_schulz_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only launches it, and goes on."""
+    whole = MuonRule.transform
+
+    def slow(self: MuonRule, matrix: torch.Tensor) -> torch.Tensor:
+        keep_busy(LONG)
+        return whole(self, matrix)
+
+    monkeypatch.setattr(MuonRule, "transform", slow)
+    weight = nn.Parameter(torch.ones(16, 8, device=device_type()))
+    optimizer = longshore.Muon([weight])
+    with longshore.trace(optimizer) as traced:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    (event,) = (event for event in traced.events if event.name == TRANSFORM)
+    assert event.track == DEVICE_TRACK and event.end_ns - event.begin_ns > LONG_NS
