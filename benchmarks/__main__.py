@@ -149,7 +149,7 @@ def _stream(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
 
 def _muon(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     if quick:
-        settings = muon.Settings(64, 1, 176, threads, 2, 1 << 20)
+        settings = muon.Settings(64, 1, 176, threads, 2, 1 << 20, 4, 64)
     else:
         settings = muon.Settings(512, 8, 1376, threads, 9, 1 << 26)
     results = measure_in_child("muon", vars(settings), threads)

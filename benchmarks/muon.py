@@ -2,13 +2,17 @@
 
 The matrices are those of a Llama. The elementwise parts move 24 bytes a parameter: momentum read and written, a bf16
 gradient read and a bf16 matrix written (12), master read and written, the bf16 update read and the bf16 parameter
-written (12). The floor moves 28 and computes nothing.
+written (12). The floor is a loop of the same reads and writes that computes nothing; AdamW's floor moves 28.
+
+What is exposed with stepping ahead is measured beside a device whose backward takes its time, without the iterations,
+which are the device's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import _muon  # pyright: ignore[reportAttributeAccessIssue]
 
 import longshore
-from benchmarks.floor import NotAvailable, load_floor
+from benchmarks import overlap
+from benchmarks.floor import NotAvailable, load_floor, load_floor_of_two_bytes
 from benchmarks.host_step import Arrays
 from benchmarks.report import Row, at_least, at_most
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
@@ -39,6 +44,9 @@ class Settings:
     threads: int
     rounds: int
     numel: int
+    layers_ahead: int = 48
+    """Matrices of ``side_ahead`` rows and columns, which are stepped ahead."""
+    side_ahead: int = 1448
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -112,6 +120,34 @@ def elementwise(arrays: Arrays, settings: Settings) -> Callable[[], None]:
     return run
 
 
+def floor_of_passes(arrays: Arrays, settings: Settings) -> Callable[[], None]:
+    """The reads and writes of :func:`elementwise`, and nothing else."""
+    floor = load_floor_of_two_bytes(settings.threads)
+    master, momentum = arrays.state_buffers[0][0], arrays.state_buffers[0][1]
+
+    def run() -> None:
+        floor(momentum, arrays.gradient, arrays.slot)
+        floor(master, arrays.slot, arrays.output)
+
+    return run
+
+
+def ahead(settings: Settings, note: Note) -> dict[str, Any]:
+    """Seconds of backward and of the exposed host step, with and without a spare for every tile."""
+    side = settings.side_ahead
+    sizes = overlap.Settings(settings.layers_ahead, side * side, settings.threads, settings.rounds)
+
+    def muon(weights: list[nn.Parameter], offload: longshore.Offload) -> Any:
+        return longshore.Muon(weights, ns_steps=0, release_gradients=True, offload=offload)
+
+    pause, contestants = [0.0], {}
+    for name, memory in ((overlap.OFF, 0), (overlap.ALL, "100%")):
+        contestants[name] = overlap.Contestant(sizes, memory, 1e9, pause, muon, (side, side))
+        matrices = contestants[name].optimizer._core.store.local.matrices
+        contestants[name].time_apart(matrices.own_exchange, "begin")
+    return overlap.take_turns(contestants, sizes, pause, note)
+
+
 def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     torch.set_num_threads(settings.threads)
@@ -131,7 +167,8 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     missing = ""
     try:
         floor = load_floor(settings.threads)
-        parts["floor"] = Case(lambda: floor(arrays.other_state, arrays.gradient32))
+        parts["AdamW's floor"] = Case(lambda: floor(arrays.other_state, arrays.gradient32))
+        parts["floor"] = Case(floor_of_passes(arrays, settings))
     except NotAvailable as reason:
         missing = str(reason)
     seconds |= interleave(parts, settings.rounds, note, warmups=2)
@@ -140,27 +177,44 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         "torch": torch.__version__,
         "no_floor": missing,
         "times": {name: summary(found) for name, found in seconds.items()},
+        "ahead": ahead(settings, note),
     }
 
 
 def rows(results: Mapping[str, Any]) -> list[Row]:
     times = {name: found["rounds_s"] for name, found in results["times"].items()}
-    median = {name: found["median_s"] for name, found in results["times"].items()}
+    medians = {name: found["median_s"] for name, found in results["times"].items()}
 
     def ratio(what: str, name: str, other: str, goal: float) -> Row:
-        note = f"{median[name]:.3g} s, {median[other]:.3g} s; best rounds: {least_ratio(times[name], times[other]):.3g}"
+        note = (
+            f"{medians[name]:.3g} s, {medians[other]:.3g} s; best rounds: {least_ratio(times[name], times[other]):.3g}"
+        )
         return at_most(PART, what, paired_ratio(times[name], times[other]), "x", goal, note)
 
     table = [
         ratio("step over torch.optim.Muon on float32 masters by hand", "ours", "by hand", 1.0),
         ratio("Newton-Schulz over torch's", "our iteration", "torch's iteration", 1.05),
     ]
-    share = median["our iteration"] / median["ours"]
+    share = medians["our iteration"] / medians["ours"]
+    table.append(_ahead_row(results))
     table.append(Row(PART, "share of Newton-Schulz in the step", share, "", note="the rest is elementwise"))
-    what = "elementwise parts: share of the bandwidth of a bare loop"
+    what = "elementwise parts: share of the bandwidth of a bare loop of the same reads and writes"
     if results["no_floor"]:
         return [*table, Row(PART, what, None, "", note=results["no_floor"])]
-    moved = MOVED_BYTES * results["settings"]["numel"] / median["elementwise"] / 1e9
-    bare = FLOOR_BYTES * results["settings"]["numel"] / median["floor"] / 1e9
-    found = paired_ratio(times["floor"], times["elementwise"]) * MOVED_BYTES / FLOOR_BYTES
-    return [*table, at_least(PART, what, found, "x", 0.9, f"{moved:.1f} GB/s, the loop {bare:.1f}")]
+    moved, bare = (
+        MOVED_BYTES * results["settings"]["numel"] / medians[name] / 1e9 for name in ("elementwise", "floor")
+    )
+    adamws = FLOOR_BYTES * results["settings"]["numel"] / medians["AdamW's floor"] / 1e9
+    said = f"{moved:.1f} GB/s, the loop {bare:.1f}; a loop that writes only what it has read: {adamws:.1f}"
+    return [*table, at_least(PART, what, paired_ratio(times["floor"], times["elementwise"]), "x", 0.9, said)]
+
+
+def _ahead_row(results: Mapping[str, Any]) -> Row:
+    cases = results["ahead"]
+    exposed = {name: median(each["exposed"]) for name, each in cases.items()}
+    found = median(
+        ahead / usual for ahead, usual in zip(cases[overlap.ALL]["exposed"], cases[overlap.OFF]["exposed"], strict=True)
+    )
+    record = cases[overlap.ALL]["speculation"]
+    said = f"{record['kept']} tiles kept, {1e3 * exposed[overlap.ALL]:.1f} ms of {1e3 * exposed[overlap.OFF]:.1f}"
+    return at_most(PART, "stepped ahead: exposed, of the host's part of the step", found, "", 0.6, said)

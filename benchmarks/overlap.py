@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,27 +56,45 @@ class _Layer(torch.autograd.Function):
         return grads[0], ctx.gradient.clone(), None, None
 
 
-class _Contestant:
-    """One model on the device, its optimizer, and what its steps took."""
+def _adamw(weights: list[nn.Parameter], offload: longshore.Offload) -> Any:
+    return longshore.AdamW(weights, lr=1e-4, release_gradients=True, offload=offload)
 
-    def __init__(self, settings: Settings, memory: int | str, max_norm: float, pause: list[float]) -> None:
-        self._weights = [
-            nn.Parameter(torch.randn(settings.numel).bfloat16().mul_(0.02)) for _ in range(settings.layers)
-        ]
-        self._gradient = torch.randn(settings.numel).bfloat16().mul_(1e-3)
+
+class Contestant:
+    """One model on the device, its optimizer, and what its steps took.
+
+    Args:
+        memory: for spares.
+        pause: one number, the seconds that backward takes for each parameter.
+        optimizer: of these parameters, with these settings.
+        shape: of the parameters; None: ``[numel]``.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        memory: int | str,
+        max_norm: float,
+        pause: list[float],
+        optimizer: Callable[[list[nn.Parameter], longshore.Offload], Any] = _adamw,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        shape = shape or (settings.numel,)
+        self._weights = [nn.Parameter(torch.randn(shape).bfloat16().mul_(0.02)) for _ in range(settings.layers)]
+        self._gradient = torch.randn(shape).bfloat16().mul_(1e-3)
         self._pause = pause
         self._max_norm = max_norm
         self._publishing = 0.0
         transfer = longshore.SimulatedTransfer(max_delay_s=0.0)
-        for name in ("copy_to_device", "end_publish"):
-            setattr(transfer, name, self._timed(getattr(transfer, name)))
-        self.optimizer = longshore.AdamW(
-            self._weights,
-            lr=1e-4,
-            release_gradients=True,
-            offload=longshore.Offload(threads=settings.threads, transfer=transfer, speculation_memory=memory),
-        )
+        self.time_apart(transfer, "copy_to_device", "end_publish")
+        offload = longshore.Offload(threads=settings.threads, transfer=transfer, speculation_memory=memory)
+        self.optimizer = optimizer(self._weights, offload)
         self.seconds: dict[str, list[float]] = {"backward": [], "exposed": [], "publishing": []}
+
+    def time_apart(self, of: Any, *names: str) -> None:
+        """Count the time of these methods as publishing, and not as exposed."""
+        for name in names:
+            setattr(of, name, self._timed(getattr(of, name)))
 
     def _timed(self, call: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -116,7 +134,18 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 def _measure_group(settings: Settings, group: Mapping[str, tuple[int | str, float]], note: Note) -> dict[str, Any]:
     pause = [0.0]
-    contestants = {name: _Contestant(settings, memory, norm, pause) for name, (memory, norm) in group.items()}
+    return take_turns(
+        {name: Contestant(settings, memory, norm, pause) for name, (memory, norm) in group.items()},
+        settings,
+        pause,
+        note,
+    )
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], settings: Settings, pause: list[float], note: Note
+) -> dict[str, Any]:
+    """Train all in turn; seconds by contestant. Backward takes its time, of the first one's host step, after some."""
     usual = next(iter(contestants.values()))
     for number in range(-_WARMUPS, settings.rounds):
         note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
