@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -56,12 +57,15 @@ def mean_gradients(model: nn.Module, step: int, size: int | None = None) -> dict
     return {parameter: None if total is None else total * (1 / size) for parameter, total in sums.items()}
 
 
-def train(engine: Any, step: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(0, 11, (5, 7), generator=generator)
-    engine.backward(engine(tokens.to(engine.device)).float().square().sum())
-    engine.step()
+def train(engine: Any, step: int, parts: Sequence[int] | None = None) -> None:
+    """One step on these parts of a batch, each a backward of the window; by default on the one of this rank."""
+    if parts is None:
+        parts = [dist.get_rank() if dist.is_initialized() else 0]
+    for part in parts:
+        generator = torch.Generator().manual_seed(100 * step + part)
+        tokens = torch.randint(0, 11, (5, 7), generator=generator)
+        engine.backward(engine(tokens.to(engine.device)).float().square().sum())
+        engine.step()
 
 
 def equal(engine: Any, plain_model: nn.Module) -> list[str]:
@@ -79,10 +83,10 @@ def run(
     return beside(engine, plain_of(plain_model), plain_model, range(steps), clipping)
 
 
-def offloading(stage: int, dtype: torch.dtype, clipping: float, offload: dict[str, Any]) -> Any:
-    content = configuration(stage)
-    content["zero_optimization"]["offload_optimizer"] |= offload
-    return started(stage, dtype, gradient_clipping=clipping, zero_optimization=content["zero_optimization"])
+def offloading(stage: int, dtype: torch.dtype, clipping: float, offload: dict[str, Any], **content: Any) -> Any:
+    zero = configuration(stage)["zero_optimization"]
+    zero["offload_optimizer"] |= offload
+    return started(stage, dtype, gradient_clipping=clipping, zero_optimization=zero, **content)
 
 
 def ahead(stage: int, dtype: torch.dtype, clipping: float) -> tuple[list[list[str]], list[tuple[int, int, int]]]:
@@ -151,6 +155,28 @@ def one_rank_fails(stage: int) -> tuple[str, str]:
             errors.append(f"{type(error).__name__}: {error}")
     engine.destroy()
     return errors[0], errors[1]
+
+
+def no_memory_on_one_rank(stage: int) -> tuple[list[str], list[list[str]]]:
+    """The device of rank 1 has no memory for the second step; the errors of each step, and the names of the parameters
+    that differ after each from those of a loop that leaves the second one out."""
+    plain_model = build()
+    plain, engine = plain_of(plain_model), started(stage, torch.float32)
+    failing = mock.patch("longshore.sharding.store.reserve", side_effect=torch.OutOfMemoryError("no memory"))
+    errors, found = [], []
+    for step in range(4):
+        gradients = mean_gradients(plain_model, step)
+        try:
+            with failing if dist.get_rank() == 1 and step == 1 else contextlib.nullcontext():
+                train(engine, step)
+            errors.append("")
+            plain.step(gradients)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            engine.optimizer.zero_grad()
+        found.append(equal(engine, plain_model))
+    engine.destroy()
+    return errors, found
 
 
 def save(stage: int, folder: str) -> None:

@@ -70,6 +70,16 @@ def test_a_rank_on_which_a_transformation_fails(stage: int, two_ranks: Ranks) ->
     assert after.startswith("BrokenStateError") and own_after.startswith("BrokenStateError")
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_whose_device_has_no_memory(stage: int, two_ranks: Ranks) -> None:
+    """Nothing is stepped on any rank, and training goes on."""
+    (errors, found), (own_errors, own_found) = two_ranks(cases.no_memory_on_one_rank, stage)
+    assert found == own_found == [[]] * 4
+    assert errors[1] == "GradientError: rank 1 refused the step (see its own error); nothing was stepped"
+    assert own_errors[1] == "OutOfMemoryError: no memory"
+    assert [error for step, error in enumerate(errors + own_errors) if step % 4 != 1] == [""] * 6
+
+
 @pytest.mark.parametrize(("stages", "saved_by"), [((1, 3), 2), ((3, 0), 2), ((2, 2), 2), ((0, 3), 1)])
 def test_checkpoints_go_on_with_other_ranks_and_stages(
     stages: tuple[int, int], saved_by: int, two_ranks: Ranks, tmp_path: Path

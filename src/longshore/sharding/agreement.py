@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError, RankError
+from longshore.errors import BrokenStateError, LongshoreError, RankError
 from longshore.kernels import Scale
 from longshore.tiles import ParameterStep
 
@@ -192,10 +192,15 @@ class Agreement:
         """Raise if any rank failed: this rank's own ``failure``, or an error of ``kind`` that names the ranks."""
         if failure is not None:
             raise failure
-        others = [other for other in self.failed if other != rank]
+        others = ", ".join(str(other) for other in self.failed if other != rank)
+        if others and kind is BrokenStateError:
+            raise kind(
+                f"rank {others} failed in the middle of this step (see its own error), so some weights were stepped and "
+                "others were not; load the model's weights and the optimizer's state on every rank before going on"
+            )
         if others:
             raise kind(
-                f"rank {', '.join(map(str, others))} failed in this window (see its own error), so no rank can step; "
+                f"rank {others} failed in this window (see its own error), so no rank can step; "
                 "zero_grad() on every rank discards the window"
             )
 

@@ -17,7 +17,6 @@ from longshore.sharding.data_plane import Outgoing
 from longshore.sharding.ownership import Ownership
 from longshore.tiles import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.events import Recorder, commit_moves
-from longshore.tiles.matrix_exchange import reserve
 from longshore.transfer import Transfer
 
 _BATCH_NUMEL = 1 << 24
@@ -102,7 +101,7 @@ class RankExchange(MatrixExchange):
         return [*shared, *self._local.batches(here)]
 
     def reserve(self, batches: Sequence[Sequence[Matrix]]) -> None:
-        reserve(self._transfer.device, [matrix for batch in batches for matrix in batch])
+        return  # before the ranks agreed to commit: see ShardedStore
 
     def begin(self, batch: Sequence[Matrix], pieces: Mapping[int, Tensor]) -> Any:
         shared = next((each for each in self._shared if each.matrices is batch), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,9 +31,7 @@ from longshore.tiles import (
     broken_state_error,
     debugging,
 )
-
-if TYPE_CHECKING:
-    pass
+from longshore.tiles.matrix_exchange import reserve
 
 
 class ShardedStore(ParameterStore):
@@ -212,9 +209,13 @@ class ShardedStore(ParameterStore):
                 self.collectives.run(lambda: check_same(self.collectives.rows, same))
             yield
         except BaseException:  # Ctrl-C, too: the others would wait
-            with contextlib.suppress(LongshoreError):  # the first error is the one to raise
-                self._meet(Action.COMMIT, REFUSED)
+            self._refuse()
             raise
+
+    def _refuse(self) -> None:
+        """Tell the other ranks, who are about to commit, that this one cannot."""
+        with contextlib.suppress(LongshoreError):  # the first error is the one to raise
+            self._meet(Action.COMMIT, REFUSED)
 
     def _meet(self, action: Action, number: int) -> None:
         self.collectives.run(lambda: self.collectives.meet(action, number, self.window.number))
@@ -232,6 +233,7 @@ class ShardedStore(ParameterStore):
     @deferred_interrupts()  # the others step as well
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
+        exchange = self._exchange_of(steps)
         try:
             self._meet(Action.COMMIT, verdict_number(steps, scale))
         except KeyboardInterrupt as error:  # the others may step
@@ -243,12 +245,6 @@ class ShardedStore(ParameterStore):
             for each in self.ownership.owned(parameter)
         }
         failure: BaseException | None = None
-        matrices = [
-            Matrix(parameter, self._matrices[parameter], step.rule)
-            for parameter, step in sorted(steps.items())
-            if isinstance(step.rule, MatrixRule) and parameter in self.ownership.bucket_of
-        ]
-        exchange = RankExchange(self.ownership, matrices, self.transfer, self.local.recorder) if matrices else None
         try:
             self.ownership.before_publishing()
             self.local.commit(own, scale, lambda: None, exchange)
@@ -276,6 +272,24 @@ class ShardedStore(ParameterStore):
             raise
         self.window.stepped()
         self._gradients.begin()
+
+    def _exchange_of(self, steps: Mapping[int, ParameterStep]) -> RankExchange | None:
+        """Return what brings the matrices of a step together; if this rank's device has no memory for that, no rank
+        steps."""
+        matrices = [
+            Matrix(parameter, self._matrices[parameter], step.rule)
+            for parameter, step in sorted(steps.items())
+            if isinstance(step.rule, MatrixRule) and parameter in self.ownership.bucket_of
+        ]
+        if not matrices:
+            return None
+        exchange = RankExchange(self.ownership, matrices, self.transfer, self.local.recorder)
+        try:
+            reserve(self.transfer.device, matrices)
+        except BaseException:
+            self._refuse()
+            raise
+        return exchange
 
     # -- state ----------------------------------------------------------------
 
