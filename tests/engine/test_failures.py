@@ -139,7 +139,7 @@ def test_other_parameters_are_found_in_debug_mode(two_ranks: Ranks) -> None:
 def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
     said = two_ranks(failure_cases.bad_group_on_one_rank)
     assert said[0].startswith("GradientError: rank 1 failed in this window")
-    assert "lr must not be negative" in said[1]
+    assert "lr must be a number of at least 0" in said[1]
 
 
 @STAGES

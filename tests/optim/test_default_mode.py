@@ -336,8 +336,8 @@ def test_unseen_writes_without_detection_are_adopted_by_refresh_master_and_named
         ({"amsgrad": True}, "amsgrad"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"lr": float("nan")}, "lr must not be negative"),
+        ({"lr": -1.0}, "lr must be a number of at least 0"),
+        ({"lr": float("nan")}, "lr must be a number of at least 0"),
         ({"lr": torch.ones(2)}, "lr as a tensor"),
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
@@ -431,6 +431,12 @@ def test_honoured_or_harmless_options() -> None:
         longshore.Offload(threads=0)
     with pytest.raises(TypeError, match=r"longshore\.Offload"):
         longshore.AdamW(small_model().parameters(), offload={"tile_numel": 4})
+
+
+@pytest.mark.parametrize("cpus", ["0-1", [], [-1], [True], [0.5]])
+def test_what_is_no_set_of_cpus(cpus: Any) -> None:
+    with pytest.raises(ValueError, match=r"cpu_set is a sequence of numbers of CPUs, such as \[0, 1\], or None, not"):
+        longshore.Offload(cpu_set=cpus)
 
 
 def test_parameters_are_refused_by_name() -> None:

@@ -48,7 +48,7 @@ def not_negative(value: Any, name: str) -> float:
     """Read a :func:`number` of at least 0."""
     found = number(value, name)
     if not found >= 0.0:
-        raise ValueError(f"{name} must not be negative, and is {found}")
+        raise ValueError(f"{name} must be a number of at least 0, and is {found}")
     return found
 
 

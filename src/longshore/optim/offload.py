@@ -98,6 +98,11 @@ class Offload(StoreFactory):
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} is a number of {of}, at least 1, not {count!r}")
+        cpus = self.cpu_set
+        if isinstance(cpus, (str, bytes)) or (
+            cpus is not None and (not cpus or any(type(cpu) is not int or cpu < 0 for cpu in cpus))
+        ):
+            raise ValueError(f"cpu_set is a sequence of numbers of CPUs, such as [0, 1], or None, not {cpus!r}")
         try:
             parse_memory_budget(self.speculation_memory)
         except ValueError as error:

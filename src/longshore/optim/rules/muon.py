@@ -187,7 +187,7 @@ def matrix_layout(shape: tuple[int, ...], split: Split, dim: int) -> MatrixLayou
     Raises:
         ValueError: the parameter cannot be divided in this way; the message begins with what it is.
     """
-    if split == "stack":
+    if isinstance(split, str) and split == "stack":
         if len(shape) != 3:
             raise ValueError(f"is {list(shape)}, and split='stack' is for three dimensions: a stack of matrices")
         blocks = tuple(DimRange(0, index * shape[1], shape[1]) for index in range(shape[0]))
