@@ -34,7 +34,7 @@ class PlainMuon:
                 continue
             masters: list[Tensor] = []
             for parameter in group["params"]:
-                parts = [part.clone().requires_grad_() for part in parts_of(parameter.detach().float(), group)]
+                parts = [part.clone().requires_grad_() for part in parts_of(parameter.detach().float().cpu(), group)]
                 self._matrices.append((parameter, parts, group))
                 masters += parts
             torchs = {name: value for name, value in options.items() if not name.startswith("split")}
@@ -48,7 +48,9 @@ class PlainMuon:
         factor = torch.tensor(scale, dtype=torch.float32)
         for parameter, masters, group in self._matrices:
             gradient = gradients[parameter]
-            parts = [None] * len(masters) if gradient is None else parts_of(gradient.detach().float() * factor, group)
+            parts = (
+                [None] * len(masters) if gradient is None else parts_of(gradient.detach().float().cpu() * factor, group)
+            )
             for master, part in zip(masters, parts, strict=True):
                 master.grad = None if part is None else part.contiguous()
         with mock.patch.object(_muon, "_zeropower_via_newtonschulz", self._newton_schulz):
@@ -76,6 +78,33 @@ class PlainMuon:
         """The momentum of a parameter that is one matrix."""
         master = next(masters[0] for each, masters, _ in self._matrices if each is parameter)
         return self.muon.state[master]["momentum_buffer"]
+
+    def refresh_all(self) -> None:
+        """Take each element of a parameter that is not its rounded master as the master."""
+        with torch.no_grad():
+            for parameter, masters, group in self._matrices:
+                for part, master in zip(parts_of(parameter.detach().cpu(), group), masters, strict=True):
+                    master.copy_(torch.where(master.to(part.dtype) == part, master, part.float()))
+        if self.others is not None:
+            self.others.refresh_all()
+
+
+class MuonLoop:
+    """A :class:`PlainMuon` that is used as a :class:`PlainLoop`: its parameters are in the order of the groups."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], on: torch.device | None = None, **defaults: Any) -> None:
+        self._plain = PlainMuon(groups, on, **defaults)
+        self.parameters: list[nn.Parameter] = [each for group in groups for each in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [*self._plain.muon.param_groups, *(self._plain.others.param_groups if self._plain.others else ())]
+
+    def refresh_all(self) -> None:
+        self._plain.refresh_all()
+
+    def step(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        self._plain.step(dict(zip(self.parameters, gradients, strict=True)), scale)
 
 
 def parts_of(values: Tensor, group: Mapping[str, Any]) -> list[Tensor]:

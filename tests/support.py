@@ -118,6 +118,14 @@ class PlainLoop:
         flat[: values.numel()] = values.reshape(-1)
         return flat
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def refresh_all(self) -> None:
+        for index in range(len(self.parameters)):
+            self.refresh(index)
+
     def refresh(self, index: int) -> None:
         """Take the parameter as the master, where it is not the rounded master."""
         parameter, master = self.parameters[index], self.masters[index]

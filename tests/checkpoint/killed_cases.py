@@ -20,12 +20,29 @@ from longshore.errors import NoCheckpointError, RankError
 
 
 class Run(NamedTuple):
-    """What is trained."""
+    """What is trained. With Muon the weights do not depend on the number of ranks, which is 1 or 2."""
 
     folder: str
     stage: int
     async_save: bool
     steps: int
+    optimizer: str = "AdamW"
+
+
+def _train_with_muon(engine: Any) -> None:
+    """One step on both halves of a batch: two ranks have one each, and one rank accumulates them."""
+    from engine import muon_cases  # for which torch has to have a Muon
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    muon_cases.train(engine, engine.global_steps, range(rank, 2, world_size))
+
+
+def _engine_with_muon(stage: int) -> Any:
+    from engine import muon_cases
+
+    steps = 2 // dist.get_world_size()
+    ahead = {"super_offload": True}
+    return muon_cases.offloading(stage, torch.bfloat16, 0.0, ahead, gradient_accumulation_steps=steps)
 
 
 def _digest(engine: Any) -> str:
@@ -46,13 +63,14 @@ def run(rank: int, world_size: int, store: str, about: Run, pipe: Connection) ->
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=20)
     )
     try:
-        engine = make_engine(Setting(about.stage))
+        muon = about.optimizer == "Muon"
+        engine = _engine_with_muon(about.stage) if muon else make_engine(Setting(about.stage))
         torch.manual_seed(100 + rank)
         with contextlib.suppress(NoCheckpointError):  # none was completed before a kill
             engine.load_checkpoint(about.folder)
         pipe.send(("ready", engine.global_steps))
         while engine.global_steps < about.steps:
-            train(engine, 1)
+            _train_with_muon(engine) if muon else train(engine, 1)
             pipe.send(("saving", engine.global_steps))
             engine.save_checkpoint(about.folder, keep_last=2, async_save=about.async_save)
         engine.wait_for_checkpoint()

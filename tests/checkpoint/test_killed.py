@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import forking_context
 
 from checkpoint import killed_cases
@@ -19,16 +20,16 @@ STEPS = 5
 
 
 class Team:
-    """Two ranks."""
+    """Ranks that train together."""
 
-    def __init__(self, about: Run) -> None:
+    def __init__(self, about: Run, world_size: int = 2) -> None:
         store = Path(about.folder).with_suffix(".store")
         store.unlink(missing_ok=True)
         self._processes, self._pipes = [], []
         context = forking_context()
-        for rank in range(2):
+        for rank in range(world_size):
             mine, theirs = context.Pipe()
-            arguments = (rank, 2, str(store), about, theirs)
+            arguments = (rank, world_size, str(store), about, theirs)
             process = context.Process(target=killed_cases.run, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -58,24 +59,24 @@ class Team:
             process.join()
 
 
-def result_of(about: Run) -> str:
+def result_of(about: Run, world_size: int = 2) -> str:
     """Where a run that nobody disturbs ends."""
-    team = Team(about)
+    team = Team(about, world_size)
     try:
-        (one, digest), other = team.last(0), team.last(1)
-        assert (one, digest) == other, other
+        (one, digest), *others = [team.last(rank) for rank in range(world_size)]
+        assert all((one, digest) == other for other in others), others
         assert one == "end", digest
         return digest
     finally:
         team.stop()
 
 
-def kill_once(about: Run, chance: random.Random) -> None:
-    """Somewhere in the run, most often in a save."""
+def kill_once(about: Run, chance: random.Random, after: int | None = None) -> None:
+    """Somewhere in the run, most often in a save; that of step ``after``, if it is given."""
     team = Team(about)
     try:
         assert team.next(0)[0] == "ready"
-        for _ in range(chance.randrange(4)):
+        for _ in range(chance.randrange(4) if after is None else after):
             if team.next(0)[0] == "end":
                 return  # earlier kills left it little to do
         time.sleep(chance.random() * 0.03)
@@ -90,18 +91,29 @@ def kill_once(about: Run, chance: random.Random) -> None:
 
 
 @functools.lru_cache
-def undisturbed(stage: int) -> str:
+def undisturbed(stage: int, optimizer: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return result_of(Run(str(Path(folder) / "run"), stage, False, STEPS))
+        return result_of(Run(str(Path(folder) / "run"), stage, False, STEPS, optimizer))
 
 
 def check(about: Run, seed: int, kills: int) -> None:
     chance = random.Random(seed)
     for _ in range(kills):
         kill_once(about, chance)
-    assert result_of(about) == undisturbed(about.stage)
+    assert result_of(about) == undisturbed(about.stage, about.optimizer)
     kept = {path.name for path in Path(about.folder).iterdir() if not path.name.startswith(".")}
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize(("stage", "async_save"), [(1, True), (3, False)])
+def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, tmp_path: Path) -> None:
+    """In the middle of the run; the one rank trains on the batches of both."""
+    about = Run(str(tmp_path / "run"), stage, async_save, STEPS, "Muon")
+    kill_once(about, random.Random(stage), after=3)
+    latest = (Path(about.folder) / "latest").read_text().strip()
+    assert latest in {f"global_step{step}" for step in range(1, STEPS)}
+    assert result_of(about, world_size=1) == undisturbed(stage, "Muon")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,14 +110,21 @@ def engine_of(
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
-    return longshore.initialize(
-        model=model,
-        model_parameters=groups_of(scenario, model, optimizer),
-        config=config,
-        offload=offload,
-        wrap_policy=(lambda fqn, _: fqn in units) if stage == 3 else None,
-        lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)) if schedule else None,
-    ).engine
+    with warnings.catch_warnings():
+        if (
+            optimizer == "Muon"
+        ):  # of the little that AdamW steps, ranks may have no parameter that fits the device's share
+            warnings.filterwarnings("ignore", "ratio=")
+        return longshore.initialize(
+            model=model,
+            model_parameters=groups_of(scenario, model, optimizer),
+            config=config,
+            offload=offload,
+            wrap_policy=(lambda fqn, _: fqn in units) if stage == 3 else None,
+            lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule))
+            if schedule
+            else None,
+        ).engine
 
 
 def program(stage: int, place: str, optimizer: str = "AdamW") -> list[Any]:

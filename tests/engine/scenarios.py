@@ -7,7 +7,7 @@ model what plain PyTorch would have made of it, for all ranks at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +207,44 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+MUON: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+"""Options of Muon's matrices in the table."""
+
+
+def groups_for_muon(model: MultiTask, groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """Divide parameters, or AdamW's groups, between Muon and AdamW, so that no scenario lacks one of them: every
+    parameter of two dimensions is Muon's, one without elements too, but for one head, as a language model's is."""
+    entries = list(groups)
+    divided: list[dict[str, Any]] = []
+    for entry in entries if isinstance(entries[0], dict) else [{"params": entries}]:
+        options = {name: value for name, value in entry.items() if name != "params"}
+        is_matrix = [each.ndim == 2 and each is not model.heads["c"].weight for each in entry["params"]]
+        matrices = [each for each, is_muons in zip(entry["params"], is_matrix, strict=True) if is_muons]
+        others = [each for each, is_muons in zip(entry["params"], is_matrix, strict=True) if not is_muons]
+        splits = {id(model.first.weight): {"split": 3}, id(model.second.weight): {"split": 3, "split_dim": 1}}
+        whole = [each for each in matrices if id(each) not in splits]
+        of_muon = {"use_muon": True, **_of_matrices(options)}
+        divided += [{"params": [each], **of_muon, **splits[id(each)]} for each in matrices if id(each) in splits]
+        divided += [{"params": whole, **of_muon}, {"params": others, "use_muon": False, **options}]
+    return divided
+
+
+def _of_matrices(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Muon's options in place of AdamW's: what differs between AdamW's groups differs between Muon's."""
+    found = {name: options[name] for name in ("lr", "weight_decay", "eps") if name in options}
+    if "betas" in options:
+        found["momentum"] = options["betas"][0]
+    if "decoupled_weight_decay" in options:
+        found |= {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
+    return found
+
+
+def groups_of(scenario: Scenario, model: MultiTask, optimizer: str) -> list[Any]:
+    """The parameters of a scenario, or groups of them, for ``"AdamW"`` or ``"Muon"``."""
+    groups = scenario.groups(model) if scenario.groups else list(model.parameters())
+    return groups if optimizer == "AdamW" else groups_for_muon(model, groups)
+
+
 def drive(engine: Any, window: Window, step: int, rank: int, dtype: torch.dtype) -> None:
     """One window on the engine, as a user would write it."""
     if window.accumulation is not None:
@@ -248,16 +286,21 @@ class Oracle:
         world_size: int,
         stage: int,
         device: torch.device | str = "cpu",
+        optimizer: str = "AdamW",
         **defaults: Any,
     ) -> None:
         self.model = make_model(dtype, scenario.tied, device)
         scenario.prepare(self.model)
         self._dtype, self._world_size, self._device = dtype, world_size, device
         self._each_backward = stage >= 2
-        groups = scenario.groups(self.model) if scenario.groups else list(self.model.parameters())
+        groups = groups_of(scenario, self.model, optimizer)
         if groups and isinstance(groups[0], dict):
             groups = [group for group in groups if group["params"]]
-        self.loop = PlainLoop(groups, **defaults)
+        self.loop: Any = (
+            PlainLoop(groups, **defaults)
+            if optimizer == "AdamW"
+            else _muon_loop(groups, torch.device(device), defaults)
+        )
 
     def gradients(self, window: Window, step: int, accumulation: int) -> list[Tensor | None]:
         """What the window comes to, reduced over the ranks, in float32."""
@@ -301,6 +344,13 @@ class Oracle:
         by_id = {id(parameter): gradient for parameter, gradient in zip(parameters, found, strict=True)}
         gradients = [by_id.get(id(parameter)) for parameter in self.loop.parameters]
         return [None if gradient is None else gradient.float().cpu() for gradient in gradients]
+
+
+def _muon_loop(groups: list[dict[str, Any]], device: torch.device, adamw: Mapping[str, Any]) -> Any:
+    from plain_muon import MuonLoop  # for which torch has to have a Muon
+
+    complete = [group if group["use_muon"] else {**adamw, **group} for group in groups]
+    return MuonLoop(complete, None if device.type == "cpu" else device, **MUON)
 
 
 def _sum(entries: Sequence[Tensor | None]) -> Tensor | None:

@@ -28,6 +28,7 @@ def test_clipping_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 2
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -15,7 +15,7 @@ from sharding import group_cases
 import longshore
 from engine import cases, failure_cases, resting_cases
 from engine.scenarios import SCENARIOS
-from engine.test_table import LONG
+from engine.test_table import LONG, needs_muon
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +38,19 @@ def test_one_rank(scenario: str, dtype: str, ahead: str) -> None:
 def test_one_rank_with_parameters_on_the_host(scenario: str, dtype: str, ahead: str) -> None:
     result = cases.run(scenario, 3, "device streamed", "small", dtype, ahead, 1)
     assert result["steps"] == SCENARIOS[scenario].steps
+
+
+@needs_muon
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("ahead", ["off", "mixed"])
+@pytest.mark.parametrize("dtype", list(cases.DTYPES))
+@pytest.mark.parametrize("stage, place", [*((stage, "device") for stage in range(4)), (3, "device streamed")])
+@pytest.mark.parametrize(
+    "scenario", ["alternating heads", "groups that differ in everything", "writes that torch cannot see"]
+)
+def test_muon(scenario: str, stage: int, place: str, dtype: str, ahead: str, two_devices: Ranks) -> None:
+    """Newton-Schulz runs on the device, and the rest of Muon's step on the host."""
+    two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2, "Muon")
 
 
 @pytest.mark.parametrize("to_host", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ def is_distinct(scenario: str, world_size: int, stage: int, place: str, bucket: 
     return bucket == "small" or (ahead == "off" and stage < 3)
 
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
 LONG = "40 steps with tiny tiles"
 """A cell takes as long as ten others: ``make test`` has one, and ``make test-slow`` one for each stage and dtype."""
 
@@ -56,8 +59,14 @@ ROWS = [pytest.param(*row, marks=marks(row)) for row in itertools.product(*COLUM
 def test_every_cell(
     scenario: str, world_size: int, stage: int, place: str, bucket: str, dtype: str, ahead: str, two_ranks: Ranks
 ) -> None:
-    arguments = (scenario, stage, place, bucket, dtype, ahead, world_size)
-    results = two_ranks(cases.run, *arguments) if world_size == 2 else [cases.run(*arguments)]
+    check((scenario, stage, place, bucket, dtype, ahead), two_ranks if world_size == 2 else None)
+
+
+def check(cell: tuple[Any, ...], ranks: Ranks | None, optimizer: str = "AdamW") -> None:
+    """Run a cell on ``ranks``, or in this process, and see that it did what its scenario is about."""
+    scenario, *_, ahead = cell
+    world_size = ranks.world_size if ranks else 1
+    results = (ranks or _here)(cases.run, *cell, world_size, optimizer)
     for result in results:
         assert result["tiles"] > 1
         assert result["steps"] == SCENARIOS[scenario].steps
@@ -74,6 +83,44 @@ def test_every_cell(
             assert result["clipped"] == 0
 
 
+def _here(function: Any, *arguments: Any) -> list[Any]:
+    return [function(*arguments)]
+
+
+WHERE = {
+    f"{world_size}-{stage}-{place}": (world_size, stage, place)
+    for world_size, stage, place in itertools.product(*(COLUMNS[name] for name in ("world_size", "stage", "place")))
+    if world_size == 2 or stage == 0
+}
+MUON_COLUMNS = {
+    "where": list(WHERE),
+    **{name: COLUMNS[name] for name in ("scenario", "bucket")},
+    **{name: COLUMNS[name][::-1] for name in ("dtype", "ahead")},  # of equally good rows the first is a quick one
+}
+"""``make test`` has every scenario, and every stage at every place, and ``make test-slow`` each of those with each of
+these."""
+
+
+def muon_row(where: str, scenario: str, bucket: str, dtype: str, ahead: str) -> tuple[Any, ...]:
+    return (scenario, *WHERE[where], bucket, dtype, ahead)
+
+
+MUON_ROWS = [
+    pytest.param(*cell, marks=marks(muon_row(*cell)))
+    for cell in itertools.product(*MUON_COLUMNS.values())
+    if is_distinct(*muon_row(*cell))
+]
+
+
+@needs_muon
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(tuple(MUON_COLUMNS), MUON_ROWS)
+def test_every_cell_with_muon(where: str, scenario: str, bucket: str, dtype: str, ahead: str, two_ranks: Ranks) -> None:
+    """Matrices by Muon and the rest by AdamW. Every scenario has both."""
+    world_size, stage, place = WHERE[where]
+    check((scenario, stage, place, bucket, dtype, ahead), two_ranks if world_size == 2 else None, "Muon")
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", COLUMNS["stage"])
 @pytest.mark.parametrize("place", ["none", *COLUMNS["place"]])
@@ -82,10 +129,11 @@ def test_on_one_rank_the_stage_changes_nothing(stage: int, place: str) -> None:
     cases.run("accumulation of 4", stage, place, "small", "bf16", "on", 1)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Muon", marks=needs_muon)])
 @pytest.mark.parametrize("stage", COLUMNS["stage"])
-def test_for_cpu_parameters_none_is_the_same_as_cpu(stage: int, two_ranks: Ranks) -> None:
-    assert two_ranks(cases.program, stage, "none") == two_ranks(cases.program, stage, "cpu")
-    assert cases.program(stage, "none") == cases.program(stage, "cpu")
+def test_for_cpu_parameters_none_is_the_same_as_cpu(stage: int, optimizer: str, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.program, stage, "none", optimizer) == two_ranks(cases.program, stage, "cpu", optimizer)
+    assert cases.program(stage, "none", optimizer) == cases.program(stage, "cpu", optimizer)
 
 
 @pytest.mark.parametrize("stage", [0, 1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
@@ -93,3 +141,12 @@ def test_four_ranks_within_a_bound(stage: int, four_ranks: Ranks) -> None:
     """Four numbers may be added in another order than the plain loop's: a few units in the last place."""
     for difference in four_ranks(cases.distance, "accumulation of 4", stage, 4):
         assert difference <= 4 * torch.finfo(torch.float32).eps
+
+
+@needs_muon
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", COLUMNS["stage"])
+@pytest.mark.parametrize("scenario", ["changing accumulation with different heads", "groups that differ in everything"])
+def test_four_ranks_with_muon(scenario: str, stage: int, four_ranks: Ranks) -> None:
+    """Bit for bit: Newton-Schulz makes more of a last place than a bound allows."""
+    check((scenario, stage, "simulated", "small", "bf16", "mixed"), four_ranks, "Muon")

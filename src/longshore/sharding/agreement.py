@@ -195,8 +195,8 @@ class Agreement:
         others = ", ".join(str(other) for other in self.failed if other != rank)
         if others and kind is BrokenStateError:
             raise kind(
-                f"rank {others} failed in the middle of this step (see its own error), so some weights were stepped and "
-                "others were not; load the model's weights and the optimizer's state on every rank before going on"
+                f"rank {others} failed in the middle of this step (see its own error), so some weights were stepped "
+                "and others were not; load the model's weights and the optimizer's state on every rank before going on"
             )
         if others:
             raise kind(
