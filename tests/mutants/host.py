@@ -526,6 +526,13 @@ MUTANTS = [
     ),
     # -- worker.py ------------------------------------------------------------
     Mutant(
+        "a thread that waited for other ranks goes on while Python shuts down",
+        "tiles/worker.py",
+        "        while not done() or (runs_jobs and not _wanted):\n",
+        "        while not done():\n",
+        ("tests/sharding/test_unfinished.py",),
+    ),
+    Mutant(
         "the worker is not waited for",
         "tiles/worker.py",
         "            while len(self._jobs) > self._unawaited or (self._jobs and self._jobs[0][0].done()):\n"

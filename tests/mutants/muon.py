@@ -138,6 +138,13 @@ MUTANTS = [
         ("tests/engine/test_muon_config.py",),
     ),
     Mutant(
+        "a rank steps although another has no memory for its matrices",
+        "sharding/store.py",
+        "            reserve(self.transfer.device, matrices)\n        except BaseException:\n            self._refuse()\n",
+        "            pass\n        except BaseException:\n            self._refuse()\n",
+        (ENGINE,),
+    ),
+    Mutant(
         "a part of a matrix that was stepped ahead is not transformed",
         "tiles/matrices.py",
         "                    pieces[work.matrix.parameter][part.in_piece] = part.ahead\n",

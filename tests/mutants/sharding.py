@@ -455,8 +455,8 @@ MUTANTS = [
     Mutant(
         "a rank that cannot step leaves the others waiting",
         "sharding/store.py",
-        "                self._meet(Action.COMMIT, REFUSED)\n",
-        "                pass\n",
+        "            self._meet(Action.COMMIT, REFUSED)\n",
+        "            pass\n",
         ("tests/engine/test_hostile.py::test_an_unseen_write_in_one_ranks_shard_stops_all",),
     ),
     Mutant(

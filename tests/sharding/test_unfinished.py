@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longshore.sharding.unfinished import wait_for
+from longshore.tiles.worker import Worker
 
 _BEGIN = """
 import os, sys, time, torch
@@ -132,3 +134,34 @@ def test_a_collective_that_waits_for_a_rank_that_ended() -> None:
 def test_a_collective_that_ends_although_a_rank_has_ended() -> None:
     """That rank did its part before."""
     wait_for(Endless(ends=True), None, lambda: [2])
+
+
+class Slow(Endless):
+    """A collective that ends a moment after Python began to end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(ends=True)
+        self.ended = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self.waits += 1
+        else:
+            super().wait(timeout)
+
+
+def test_a_thread_goes_on_at_the_end_of_a_process_only_if_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coming back from native code while Python shuts down, it would end the process with SIGABRT."""
+    ending = threading.Event()
+    monkeypatch.setattr("longshore.sharding.unfinished.exiting", ending)
+    work, runner = Slow(), Worker(1 << 20, lambda: None, "longshore-test", patience_s=1.0)
+    runner.submit(lambda: wait_for(work), 0)
+    ending.set()
+    work.ended = True
+    time.sleep(0.5)
+    assert work.waits == 0, "nobody waits for the job"
+    assert runner.drain() is None and work.waits == 1
+    runner.close()

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from longshore.tiles.worker import exiting
+from longshore.tiles.worker import exiting, park_until
 
 _SLICE = timedelta(milliseconds=200)
-_POLL_S = 0.001
 _GRACE_S = 1.0
 _LEFT: list[tuple[Any, Any]] = []
 """Groups, with the tensors that they use, each with its last collective."""
@@ -28,7 +27,8 @@ def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[]
     not tell the ranks that exchange nothing with those directly.
 
     A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
-    it comes back now and then, and once the process is about to end, it waits in Python.
+    it comes back now and then, and once the process is about to end, it waits in Python, and goes on only if another
+    thread waits for its job.
     """
     until = math.inf
     while not (exiting.is_set() or work.is_completed()):
@@ -45,8 +45,8 @@ def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[]
                 break  # this raises its own error below
             if until == math.inf and gone():
                 until = time.monotonic() + _GRACE_S
-    while not work.is_completed():
-        time.sleep(_POLL_S)
+    if exiting.is_set():
+        park_until(work.is_completed)  # which keeps the interpreter's lock
     work.wait()
 
 

@@ -12,9 +12,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from longshore.kernels import Kernels
 
@@ -58,9 +58,7 @@ class JobThread:
     ``atexit`` functions may still train.
     """
 
-    def __init__(self, name: str, waits_for_others: bool = False) -> None:
-        self.waits_for_others = waits_for_others
-        """Whether its jobs may wait for other processes, for as long as these take."""
+    def __init__(self, name: str) -> None:
         self.jobs = queue.SimpleQueue[tuple[Future[bool], Callable[[], None] | None]]()
         """Jobs with their futures; None: a worker leaves, and its future says whether the thread ends."""
         self.workers = 0
@@ -83,6 +81,10 @@ class JobThread:
                 future.set_result(ends)
             del future, job  # what they refer to is freed before the next one comes
 
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -90,14 +92,20 @@ class JobThread:
         """End the thread if no other worker has it."""
         future: Future[bool] = Future()
         self.jobs.put((future, None))
-        if future.result():
+        with _waiting_for({future}):
+            ends = future.result()
+        if ends:
             self._thread.join()
 
 
 exiting = threading.Event()
 """Set when Python is about to shut down."""
+_parked: set[int] = set()
+"""Identifiers of threads in :func:`park_until`."""
+_wanted: set[Future[bool]] = set()
+"""Jobs that a thread waits for."""
 _threads = weakref.WeakSet[JobThread]()
-_LOOK_S, _WAITING_S, _STUCK_S = 0.05, 0.5, 5.0
+_LOOK_S, _STUCK_S, _POLL_S = 0.05, 5.0, 0.001
 
 
 def _settle() -> None:
@@ -113,13 +121,36 @@ def _settle() -> None:
     for future, thread in futures.items():
         thread.jobs.put((future, lambda: None))
     for future, thread in futures.items():
-        # A thread that waits for others waits in Python by then, and one that is stuck does not hold up the process.
-        until = began + (_WAITING_S if thread.waits_for_others else _STUCK_S)
+        until = began + _STUCK_S  # one that is stuck does not hold up the process
         while thread.is_alive() and not wait([future], _LOOK_S).done and time.monotonic() < until:
-            pass
+            if thread.ident in _parked:
+                break
 
 
 atexit.register(_settle)
+
+
+def park_until(done: Callable[[], bool]) -> None:
+    """Wait in Python until ``done``; a thread that runs jobs also until another thread waits for a job. If none does
+    while the process ends, this one goes nowhere, and least of all into native code."""
+    here = threading.get_ident()
+    runs_jobs = any(thread.ident == here for thread in list(_threads))
+    _parked.add(here)
+    try:
+        while not done() or (runs_jobs and not _wanted):
+            time.sleep(_POLL_S)
+    finally:
+        _parked.discard(here)
+
+
+@contextmanager
+def _waiting_for(jobs: Set[Future[bool]]) -> Iterator[None]:
+    _wanted.update(jobs)
+    try:
+        yield
+    finally:
+        _wanted.difference_update(jobs)
+
 
 _shared: list[JobThread] = []
 """Threads of workers that share them: at most one for each CPU, however many optimizers there are."""
@@ -143,7 +174,7 @@ def _thread_for(name: str, shares: bool) -> JobThread:
         if shares and len(_shared) >= most:
             thread = min(_shared, key=lambda each: each.workers)
         else:
-            thread = JobThread(name, waits_for_others=not shares)
+            thread = JobThread(name)
             if shares:
                 _shared.append(thread)
         thread.workers += 1
@@ -211,8 +242,10 @@ class Worker:
             while self._jobs and (
                 self._jobs[0][0].done() or (not self._gave_up and self._held_bytes + held_bytes > self._limit_bytes)
             ):
-                if self._patience_s is not None and wait([self._jobs[0][0]], self._patience_s).not_done:
-                    self._gave_up = True
+                first = {self._jobs[0][0]}
+                with _waiting_for(first):
+                    self._gave_up = self._patience_s is not None and bool(wait(first, self._patience_s).not_done)
+                if self._gave_up:
                     break
                 self._retire()
             if self._thread is None:
@@ -242,8 +275,9 @@ class Worker:
         self._check_process(bool(self._jobs))
         with self._lock:
             awaited = len(self._jobs) - self._unawaited
-            last = [self._jobs[awaited - 1][0]] if awaited > 0 else []
-        return not wait(last, timeout_s).not_done
+            last = {self._jobs[awaited - 1][0]} if awaited > 0 else set[Future[bool]]()
+        with _waiting_for(last):
+            return not wait(last, timeout_s).not_done
 
     def close(self) -> None:
         """Wait for every job, also those that are not awaited, and leave the thread."""
@@ -268,7 +302,8 @@ class Worker:
 
     def _retire(self) -> None:
         future, held_bytes = self._jobs[0]
-        failure = future.exception()  # blocks; after Ctrl-C the job is still in the queue
+        with _waiting_for({future}):
+            failure = future.exception()  # blocks; after Ctrl-C the job is still in the queue
         self._jobs.popleft()
         self._unawaited = min(self._unawaited, len(self._jobs))
         self._held_bytes -= held_bytes
