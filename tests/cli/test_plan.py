@@ -53,6 +53,12 @@ def make_loudly():
     return Small()
 
 
+def make_fused():
+    model = Small()
+    model.qkv = nn.Linear(64, 192)
+    return model
+
+
 def make_number():
     return 7
 
@@ -369,6 +375,66 @@ def test_a_module_of_the_current_folder(cli, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "models_of_mine")
 
 
-def test_muon_is_not_planned_yet(cli):
-    said = cli("plan", "--size", "tiny", "--optimizer", "Muon").err
-    assert "Muon is not planned yet" in said and "plan AdamW for an upper bound" in said
+@pytest.mark.parametrize("name", ["Muon", "muon"])
+def test_muon(cli, llama, tmp_path, name):
+    found = planned(cli, llama(), *GPU, "--optimizer", name)
+    usual = planned(cli, llama(), *GPU)
+    assert any(note.startswith("Muon steps ") for note in found["model"]["notes"])
+    assert found["job"]["optimizer"] == found["configuration"]["optimizer"]["type"] == "Muon"
+    for with_muon, with_adamw in zip(found["choices"], usual["choices"], strict=False):
+        kind = "host_bytes" if with_muon["offload_device"] == "cpu" else "device_bytes"
+        if with_muon["offload_ratio"] == with_adamw["offload_ratio"] == 1.0:
+            assert 0 < with_muon[kind]["state"] < with_adamw[kind]["state"]
+    out = cli("plan", llama(), *GPU, "--optimizer", name, "--out", tmp_path / "out")
+    assert out.code == 0 and "assumed: Muon steps" in out.out and "matrices under way" in out.out
+    config = load_config(tmp_path / "out" / "ds_config.json", world_size=1, needs_optimizer=True).config
+    assert config.optimizer is not None and config.optimizer.type == "Muon"
+
+
+def test_the_optimizer_of_a_configuration(cli, llama, tmp_path):
+    def file(section, **more):
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps({"train_batch_size": 12345, **more, "optimizer": section}))
+        return path
+
+    params = {"lr": "auto", "muon_lr": 0.01, "ns_method": "standard", "others": ["*.mlp.*"]}
+    of_file = planned(cli, llama(), *GPU, "--offload", "--optimizer", file({"type": "muon", "params": params}))
+    del params["lr"]
+    assert of_file["configuration"]["optimizer"] == {"type": "Muon", "params": params}
+    usual = planned(cli, llama(), *GPU, "--offload", "--optimizer", "muon")
+    state = [found["choices"][0]["host_bytes"]["state"] for found in (of_file, usual)]
+    more = state[0] - state[1]
+    assert 0.9 < more / (4 * 3 * 3 * 64 * 96) < 1.1, "the matrices of the MLP have a second moment, too"
+    plain = planned(cli, llama(), *GPU, "--offload", "--optimizer", file({"type": "SGD", "params": {"lr": 0.1}}))
+    assert plain["choices"][0]["host_bytes"]["state"] < state[1]
+    section = file({"type": "AdamW"}, bf16={"enabled": "no"})  # the other sections are not read
+    assert planned(cli, llama(), *GPU, "--optimizer", section)["choices"] == planned(cli, llama(), *GPU)["choices"]
+
+
+def test_a_fused_parameter_is_explained_by_a_configuration(cli, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "my_models", sys.modules[__name__])
+    ran = cli("plan", "my_models:make_fused", *GPU, "--optimizer", "muon")
+    assert ran.code == 2 and "qkv.weight, [192, 64], looks as if it held several matrices" in ran.err
+    path = tmp_path / "c.json"
+    params = {"ns_method": "standard", "split": {"*qkv.weight": 3}}
+    path.write_text(json.dumps({"optimizer": {"type": "Muon", "params": params}}))
+    assert planned(cli, "my_models:make_fused", *GPU, "--optimizer", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "must be JSON, and at line 1"),
+        ('{"bf16": {"enabled": true}}', "optimizer: is missing"),
+        ('{"optimizer": {"type": "Muon", "params": {"split": 3}}}', "optimizer.params.split"),
+        ('{"optimizer": {"type": "Lamb"}}', "looks at shapes or norms of whole parameters"),
+        ('{"optimizer": 3}', "optimizer"),
+    ],
+)
+def test_configurations_without_a_usable_optimizer(cli, llama, tmp_path, content, said):
+    path = tmp_path / "c.json"
+    path.write_text(content)
+    ran = cli("plan", llama(), *GPU, "--optimizer", path)
+    assert ran.code == 2 and said in ran.err and "--optimizer" in ran.err and "c.json" in ran.err, ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    assert "there is no such file" in cli("plan", llama(), *GPU, "--optimizer", "nowhere.json").err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import PLAN_MEMORY, PLANNER, SIMULATION, Mutant
+from mutants.mutant import PLAN_MATRICES, PLAN_MEMORY, PLANNER, SIMULATION, Mutant
 
 MUTANTS = [
     Mutant(
@@ -35,21 +35,21 @@ MUTANTS = [
     ),
     Mutant(
         "accumulators are not counted",
-        "plan/layout.py",
+        "plan/memory.py",
         "        if arrivals > 1:\n            accumulators +=",
         "        if False:\n            accumulators +=",
         (PLAN_MEMORY,),
     ),
     Mutant(
         "more spares are planned than are granted",
-        "plan/layout.py",
+        "plan/memory.py",
         "granted = min(count, budget // (state + output))",
         "granted = count",
         (PLAN_MEMORY,),
     ),
     Mutant(
         "every tile is staged at once",
-        "plan/layout.py",
+        "plan/memory.py",
         "min(PIPELINE_DEPTH, tiles)",
         "tiles",
         (PLAN_MEMORY,),
@@ -74,5 +74,54 @@ MUTANTS = [
         "free = used[-2] if len(used) > 1 else 0.0",
         "free = 0.0",
         (SIMULATION,),
+    ),
+    Mutant(
+        "matrices are planned with the arrays of AdamW",
+        "plan/matrices.py",
+        "MATRIX_ARRAYS = 2",
+        "MATRIX_ARRAYS = 3",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "small matrices are planned to share tiles with others",
+        "plan/layout.py",
+        "plain = [(index, each) for index, each in enumerate(owned) if not is_matrix[index]]",
+        "plain = list(enumerate(owned))",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "matrices and others are each planned all of the memory for spares",
+        "plan/memory.py",
+        'layout.speculation, matrices["spares"])',
+        "layout.speculation)",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "parameters are laid out in the order of the model, and not of Muon's groups",
+        "plan/matrices.py",
+        "key=lambda index: model.trainable[index].group)",
+        "key=lambda index: 0)",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "every matrix is planned to travel",
+        "plan/layout.py",
+        "return max(first, min(numel - first, shard_numel))",
+        "return first - 1",
+        (PLAN_MATRICES,),
+    ),
+    Mutant(
+        "the passes after a transformation are planned before it",
+        "plan/simulation.py",
+        "self._time.run(STEP_IN_PLACE, key, seconds, not_before=ready)",
+        "self._time.run(STEP_IN_PLACE, key, seconds)",
+        (PLAN_MATRICES,),
+    ),
+    Mutant(
+        "all of a step of matrices is planned ahead of the verdict",
+        "plan/simulation.py",
+        "{matrix.tiles.key: matrix.first_bytes for",
+        "{matrix.tiles.key: matrix.tiles.num_bytes for",
+        (PLAN_MATRICES,),
     ),
 ]

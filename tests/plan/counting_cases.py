@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import longshore
+from longshore.engine.config import load_config
 from longshore.plan.job import Job, PlanChoice
-from longshore.plan.layout import count_bytes, lay_out
+from longshore.plan.layout import lay_out
+from longshore.plan.memory import count_bytes
 from longshore.plan.reading import plan_of_module
 
 
@@ -41,6 +44,9 @@ def made(dtypes: str) -> nn.Module:
         model.head.weight = model.embedding.weight
     if dtypes == "frozen":
         model.layers[0].requires_grad_(False)
+    if dtypes == "marked":
+        for name, each in model.named_parameters():
+            each.use_muon = name in ("head.weight", "layers.1.0.weight")  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
@@ -54,6 +60,7 @@ def counts(
     optimizer: str = "AdamW",
     tile_numel: int | None = 112,
     bucket_numel: int = 700,
+    params: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
     """What the engine counts, and what was planned: at the end of the third backward, before its step."""
     import torch.distributed as dist
@@ -63,7 +70,9 @@ def counts(
     staged, offload = place != "direct", "none" if place == "resident" else "cpu"
     param_device = "cpu" if place == "streamed" else "none"
     dtype = torch.bfloat16 if dtypes == "bf16" else None
-    job = Job(2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel)
+    job = Job(
+        2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel, optimizer_params=params
+    )
     choice = PlanChoice(stage, offload, ratio, speculation, param_device)
     planned_model = plan_of_module(made(dtypes), "odd")
     layout = lay_out(planned_model, job, choice, ranks, staged, rank)
@@ -77,7 +86,7 @@ def counts(
         tile_numel=tile_numel,
         dtype="bf16" if dtypes == "bf16" else None,
         gradient_accumulation_steps=accumulation,
-        optimizer={"type": optimizer, "lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})},
+        optimizer=load_config({"train_batch_size": 1, "optimizer": job.optimizer_section}).config.optimizer,
     )
     simulated = staged and param_device == "none"
     transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if simulated else None

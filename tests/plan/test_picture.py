@@ -49,13 +49,15 @@ def test_bars_are_as_large_as_the_panel(model: PlannedModel, gpus: int, unit: st
 
 
 def test_a_colour_means_one_thing() -> None:
-    pictures = [draw(plan(model, machine(gpus=gpus), Job()), Figure) for model, gpus in ((TINY, 1), (EIGHT, 8))]
+    plans = [plan(model, machine(gpus=gpus), Job()) for model, gpus in ((TINY, 1), (EIGHT, 8))]
+    plans.append(plan(EIGHT, machine(gpus=8), Job(optimizer="Muon"), lambda choice: choice.stage == 3))
+    pictures = [draw(each, Figure) for each in plans]
     meanings: dict[str, str] = {}
     for picture in pictures:
         for axes in picture.axes:
             for label, colour in colours(axes).items():
                 assert meanings.setdefault(colour, label) == label
-    assert {"parameters", "state", "forward", "backward"} <= set(meanings.values())
+    assert {"parameters", "state", "forward", "backward", "transform", "exchange of matrices"} <= set(meanings.values())
 
 
 def test_a_limit_far_beyond_what_is_taken_is_only_named() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from longshore.engine.config import load_config
 from longshore.plan.job import (
-    STATES,
+    OPTIMIZERS,
     Job,
     PlanChoice,
     PlannedModel,
@@ -217,7 +217,7 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
         assert grouped.exposed_s == pytest.approx(single.exposed_s, rel=0.03)
 
 
-@pytest.mark.parametrize("optimizer", STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "choice",
     [

@@ -18,6 +18,7 @@ import torch
 from longshore.plan import measurement
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import MeasuredCompute, PlanMachine, Seconds, Work
+from longshore.plan.matrices import newton_schulz_operations
 from longshore.plan.measurement import MachineProbe, RankThreads, of_figures, tokens_to_measure
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
@@ -117,6 +118,20 @@ def test_the_norm_by_a_clock(ranks: int, itemsize: int) -> None:
     found = probe(dtype=torch.bfloat16, numel=1 << 21, ranks=ranks, clock=lambda: float(next(times)))
     assert found.norm_bytes_per_s(3) == itemsize * (1 << 20)
     assert next(times, None) is None
+
+
+def test_newton_schulz_by_a_clock() -> None:
+    """Each takes one tick."""
+    found = probe(clock=ticking()).transform_flops(RankThreads(1), 1, CPU)
+    assert found == newton_schulz_operations(768, 2432, 2)
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
+def test_newton_schulz_is_measured_for_muon_alone(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[MachineProbe] = []
+    monkeypatch.setattr(MachineProbe, "measure", lambda probe, rounds, note: asked.append(probe))
+    measurement.this_machine(Job(optimizer=optimizer))
+    assert [each.transforms for each in asked] == [optimizer == "Muon"]
 
 
 @pytest.fixture
@@ -244,7 +259,8 @@ def test_one_that_takes_turns_has_all_threads(cpus: Callable[[int], None]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_of_it_is_measured(ranks: int) -> None:
-    found = MachineProbe(torch.bfloat16, (8, 64), 64, ranks, 1 << 20).measure(1)
+    found = MachineProbe(torch.bfloat16, (8, 64), 64, ranks, 1 << 20, transforms=ranks > 1).measure(1)
+    assert (found.transform_flops is not None) is (ranks > 1) and (found.transform_flops or 1) > 0
     assert (found.ranks, found.ranks_per_host) == (ranks, ranks)
     assert math.isfinite(found.unshard_bytes_per_s) is (ranks > 1) and 0 < found.bookkeeping_s < 1
     assert found.exchange_bytes_per_s > 0 and found.compute.seconds(Work(1e6, 1e3, 1e3, 0.0, 0), 32, 64).forward > 0

@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import nn
 
 import longshore
-from longshore.plan.layout import streamed_bytes
+from longshore.plan.memory import streamed_bytes
 from longshore.plan.reading import plan_of_module
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,8 @@ import longshore
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.plan.job import Job, PlanChoice
-from longshore.plan.layout import count_bytes, lay_out
+from longshore.plan.layout import lay_out
+from longshore.plan.memory import count_bytes
 from longshore.plan.reading import plan_of_module
 from longshore.transfer import allocate_pinned
 

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -52,21 +53,56 @@ _PLACE = "Plan only choices with optimizer state in host memory, or only others.
 _RESTING = "Plan only choices whose parameters rest in host memory, or only others."
 
 
-def _parse_optimizer(text: str) -> str:
+class OptimizerChoice(NamedTuple):
+    """The optimizer of a plan: its name in Python, and its parameters in a configuration; None: the usual ones."""
+
+    name: str
+    params: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_USUAL = OptimizerChoice("AdamW")
+
+
+def _parse_optimizer(text: str) -> OptimizerChoice:
     from longshore.engine.wording import did_you_mean
-    from longshore.plan.job import STATES
+    from longshore.plan.job import OPTIMIZERS
 
-    if text == "Muon":
-        raise ValueError(
-            "Muon is not planned yet: its matrices have 8 bytes of state a parameter, and its AdamW groups 12; plan "
-            "AdamW for an upper bound of what is on the host"
-        )
-    if text not in STATES:
-        raise ValueError(f"{text!r} is not known; {did_you_mean(text, STATES)}")
-    return text
+    if text.endswith(".json"):
+        return _optimizer_of_file(text)
+    names = {name.lower(): name for name in OPTIMIZERS}
+    if text.lower() not in names:
+        raise ValueError(f"{text!r} is not known; {did_you_mean(text, OPTIMIZERS)}")
+    return OptimizerChoice(names[text.lower()])
 
 
-_OPTIMIZER = "Optimizer whose state is counted: AdamW, SGD or another one of longshore's, by its name in Python."
+def _optimizer_of_file(file: str) -> OptimizerChoice:
+    """Return the optimizer that a configuration names; what is "auto" there has its default."""
+    from longshore.engine.config.load import load_config, read_config
+
+    try:
+        _, content = read_config(file)
+        assert isinstance(content, Mapping)
+        section = content.get("optimizer")
+        params = section.get("params", {}) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(params, dict):
+            params = {name: value for name, value in params.items() if value != "auto"}
+            section = {**section, "params": params}
+        # The other sections are for the number of ranks of a job, which a plan is not told by the file.
+        alone = {"train_micro_batch_size_per_gpu": 1, **({} if section is None else {"optimizer": section})}
+        found = load_config(alone, needs_optimizer=True, source=file).config.optimizer
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    assert found is not None
+    return OptimizerChoice(found.type, params)
+
+
+_OPTIMIZER = (
+    "Optimizer to plan: AdamW, Muon, SGD or another one of longshore's, by its name in Python; or a .json "
+    "configuration, of which the optimizer is taken."
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +113,7 @@ class PlanSettings(CommandSettings):
     seq_len: SeqLen = 2048
     accumulation: Accumulation = 1
     dtype: Annotated[str, _training("Parameters' dtype; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
-    optimizer: Annotated[str, _training(_OPTIMIZER, parse=_parse_optimizer, metavar="<name>")] = "AdamW"
+    optimizer: Annotated[OptimizerChoice, _training(_OPTIMIZER, parse=_parse_optimizer, metavar="<name>")] = _USUAL
     clip: Clip = 1.0
     activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
@@ -96,10 +132,16 @@ class PlanSettings(CommandSettings):
         from longshore.engine.precision import DTYPES
         from longshore.plan.job import Job
 
-        names = ("batch_size", "seq_len", "accumulation", "optimizer", "tile_numel")
+        names = ("batch_size", "seq_len", "accumulation", "tile_numel")
         same = {name: getattr(self, name) for name in names}
-        clipping, checkpointing = self.clip or None, self.activation_checkpointing
-        return Job(**same, dtype=DTYPES.get(self.dtype), clipping=clipping, checkpointing=checkpointing)
+        return Job(
+            **same,
+            dtype=DTYPES.get(self.dtype),
+            optimizer=self.optimizer.name,
+            optimizer_params=self.optimizer.params,
+            clipping=self.clip or None,
+            checkpointing=self.activation_checkpointing,
+        )
 
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
         """Return whether to plan ``choice``. Without GPUs ``offload`` is ignored, since there is only one memory."""

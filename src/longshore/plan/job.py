@@ -1,6 +1,7 @@
 """The model, the training job and the choices that a plan compares; and the configuration file of a choice.
 
-A planned model has names, shapes and dtypes of parameters, and what forward computes with them, but no tensors.
+A planned model has names, shapes and dtypes of parameters, and what forward computes with them. Nothing looks at
+weights.
 :mod:`longshore.plan.reading` reads models from modules and files.
 """
 
@@ -8,21 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
+from longshore.engine.config import load_config
+from longshore.engine.config.optimizers import MuonConfig, OptimizerConfig
+from longshore.layout import MatrixLayout
 from longshore.optim.rule_optimizer import OPTIMIZERS
-
-STATES = {
-    name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items() if optimizer.rules.matrix_state is None
-}
-"""State arrays of each optimizer that has the same ones for all parameters, beside the master weights; SGD is planned
-with momentum."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Job:
     seq_len: int = 2048  # tokens in a sequence
     accumulation: int = 1  # backwards in a step
     dtype: torch.dtype | None = torch.bfloat16  # the engine casts parameters to it; None: it does not
-    optimizer: str = "AdamW"  # a key of STATES
+    optimizer: str = "AdamW"  # a key of OPTIMIZERS
     clipping: float | None = 1.0  # the largest norm of gradients; None: no norm is measured
     checkpointing: bool = False  # backward recomputes activations, block by block
     bucket_numel: int = 500_000_000  # ``reduce_bucket_size``, in elements
     tile_numel: int | None = None  # elements in a tile; None: the engine's default
+    optimizer_params: Mapping[str, Any] | None = None  # as in a DeepSpeed file; None: what the optimizer suggests
 
     @property
     def tokens(self) -> int:
@@ -45,9 +46,28 @@ class Job:
         return self.batch_size * self.seq_len
 
     @property
+    def optimizer_section(self) -> dict[str, Any]:
+        """The section of a DeepSpeed file that names the optimizer."""
+        given = self.optimizer_params
+        params = OPTIMIZERS[self.optimizer].suggested if given is None else given
+        return {"type": self.optimizer, "params": dict(params)}
+
+    @cached_property
+    def optimizer_config(self) -> OptimizerConfig:
+        """The optimizer as the engine reads it."""
+        content = {"train_micro_batch_size_per_gpu": 1, "optimizer": self.optimizer_section}
+        found = load_config(content, needs_optimizer=True).config.optimizer
+        assert found is not None
+        return found
+
+    @cached_property
     def state_arrays(self) -> int:
-        """Float32 arrays of optimizer state: the master weights, and the optimizer's own."""
-        return 1 + len(STATES[self.optimizer])
+        """Float32 arrays of optimizer state: the master weights, and the optimizer's own; of parameters that are no
+        matrices."""
+        config = self.optimizer_config
+        group = {"use_muon": False} if isinstance(config, MuonConfig) else config.options()
+        family = OPTIMIZERS[self.optimizer].rules()
+        return 1 + len(family.states_of(group))
 
 
 @dataclass(frozen=True)
@@ -80,12 +100,11 @@ class PlanChoice:
 def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
     """Return a DeepSpeed-style configuration that ``longshore.initialize`` loads. Its learning rate is only a first
     guess."""
-    params = dict(OPTIMIZERS[job.optimizer].suggested)
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clipping or 0.0,
-        "optimizer": {"type": job.optimizer, "params": params},
+        "optimizer": job.optimizer_section,
     }
     if job.dtype is torch.bfloat16:
         content["bf16"] = {"enabled": True, "check_grad_overflow": False}
@@ -131,6 +150,8 @@ class PlannedParameter:
     unit: int | None = None  # number, in forward's order, of the module that stage 3 gathers it with; None: the model
     active: float = 1.0  # share of its elements that one token is multiplied by (below 1 for experts)
     trainable: bool = True  # it has gradients and optimizer state
+    matrices: MatrixLayout | None = None  # how Muon divides it; None: its elements are stepped one by one
+    group: int = 0  # number of its group in the optimizer, which lays out one group after another
 
     @property
     def numel(self) -> int:
@@ -160,6 +181,7 @@ class PlannedModel:
     attention_width: int = 0  # heads times head size, summed over all layers; 0: attention is not counted
     buffer_bytes: int = 0  # bytes of buffers, which are on the device
     notes: tuple[str, ...] = ()  # assumptions that were made
+    module: nn.Module | None = field(default=None, compare=False, repr=False)  # what it was read from, if not files
 
     @property
     def numel(self) -> int:

@@ -93,6 +93,7 @@ class PlanMachine:
     bookkeeping_s: float = 0.0  # time that each parameter adds to ``step()``, besides moving bytes
     reduce_bytes_per_s: float | None = None  # what is sent and also added up; None: as ``exchange_bytes_per_s``
     unshard_bytes_per_s: float = math.inf  # for stage 3's copies of gathered parameters; not counted on devices
+    transform_flops: float | None = None  # operations a second of Newton-Schulz on each rank; None: not known
     host_threads: int = 0  # of each host, for all of its ranks; 0: not known
     assumptions: Sequence[str] = ()  # figures that were neither measured nor given, in words
 
@@ -217,6 +218,7 @@ def described(given: Description) -> PlanMachine:
         exchange_bytes_per_s=exchange,
         latency_s=LATENCY_S,
         compute=PeakCompute(given.efficiency * peak, device_speed),
+        transform_flops=given.efficiency * peak,
         bookkeeping_s=_BOOKKEEPING_S,
         host_threads=given.host_threads or 0,
         assumptions=tuple(assumptions),

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longshore.kernels import HostKernels
+from longshore.engine.config.optimizers import MuonConfig
+from longshore.kernels import HostKernels, newton_schulz
 from longshore.machine import available_bytes, usable_cpus
 from longshore.plan.job import Job
 from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, MeasuredCompute, PlanMachine
+from longshore.plan.matrices import newton_schulz_operations
 from longshore.report import Figures, Machine, measure, read_machine
 from longshore.sharding.ownership import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
@@ -33,6 +35,9 @@ _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
 _MATRICES = 20  # more bytes than caches store, as in a model
 _FEW_MATRICES, _MANY_TOKENS = 4, 512  # with so many tokens, it does not matter where the weights are
+_TRANSFORMED, _TRANSFORMED_ON_DEVICE = (768, 2432), (4096, 8192)
+"""Rows and columns of the matrix on which Newton-Schulz is measured."""
+_TRANSFORM_STEPS, _COEFFICIENTS = 2, (3.4445, -4.7750, 2.0315)
 _ARRIVAL_S, _BOOKKEEPING_S = 40e-6, 50e-6
 """Seconds of Python for each parameter in backward and in ``step()``, on an Intel Xeon (family 6, model 167)."""
 _MEETING_S = 600e-6
@@ -86,6 +91,7 @@ class MachineProbe:
     numel: int = 1 << 26  # elements that are stepped, copied and exchanged: more than caches store
     threads: int | None = None  # of the host, for all ranks together; None: one for each CPU of the process
     clock: Callable[[], float] = time.perf_counter  # ``time.process_time`` suits one thread on a busy machine
+    transforms: bool = False  # whether to measure Newton-Schulz
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
         """Measure the machine; figures are medians over the rounds. ``note`` is called with what is measured next.
@@ -102,7 +108,11 @@ class MachineProbe:
                 note("exchanges between ranks")
                 measured |= self.exchange(threads, rounds)
             note("forward and backward")
-            compute = self.compute(threads, rounds, torch.device("cuda" if machine.gpus else "cpu"))
+            device = torch.device("cuda" if machine.gpus else "cpu")
+            compute = self.compute(threads, rounds, device)
+            if self.transforms:
+                note("Newton-Schulz")
+                measured["transform_flops"] = self.transform_flops(threads, rounds, device)
         return of_figures(machine, figures, measured, compute, self.ranks)
 
     def compute(self, threads: RankThreads, rounds: int, device: torch.device) -> MeasuredCompute:
@@ -114,20 +124,32 @@ class MachineProbe:
         def made(*shape: int) -> Tensor:
             return torch.randn(shape, device=device).to(self.dtype).requires_grad_()
 
-        def now() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return self.clock()
-
         parts = [
             [[part(made, count, min(count, self.seq_len)) for count in points] for part in _PARTS]
             for _ in range(threads.count)
         ]
 
         def run(rank: int) -> list[list[list[float]]]:
-            return [[_seconds(part, now) for part in row] for row in parts[rank]]
+            return [[_seconds(part, lambda: self._now(device)) for part in row] for row in parts[rank]]
 
         return MeasuredCompute(points, _medians(threads, run, rounds))
+
+    def _now(self, device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self.clock()
+
+    def transform_flops(self, threads: RankThreads, rounds: int, device: torch.device) -> float:
+        """Measure Newton-Schulz on one matrix: the operations a second of the slowest rank."""
+        rows, columns = _TRANSFORMED if device.type == "cpu" else _TRANSFORMED_ON_DEVICE
+        matrices = [torch.randn(rows, columns, device=device).bfloat16() for _ in range(threads.count)]
+
+        def run(rank: int) -> list[float]:
+            begin = self._now(device)
+            newton_schulz(matrices[rank], _COEFFICIENTS, _TRANSFORM_STEPS, 1e-7)
+            return [self._now(device) - begin]
+
+        return newton_schulz_operations(rows, columns, _TRANSFORM_STEPS) / _medians(threads, run, rounds).item()
 
     def exchange(self, threads: RankThreads, rounds: int) -> dict[str, float]:
         """Measure bandwidths between ranks without devices, by the names of
@@ -284,7 +306,10 @@ def this_machine(
             f"this machine has {devices} CUDA devices, and {ranks} ranks need one each; give --gpu to plan for another"
         )
     dtype = job.dtype or torch.float32
-    probe = MachineProbe(dtype, tokens_to_measure(job), job.seq_len, ranks or max(1, devices), numel)
+    transforms = isinstance(job.optimizer_config, MuonConfig)
+    probe = MachineProbe(
+        dtype, tokens_to_measure(job), job.seq_len, ranks or max(1, devices), numel, transforms=transforms
+    )
     return probe.measure(rounds, note)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from longshore.byte_sizes import format_byte_size
@@ -13,9 +14,9 @@ from longshore.tiles.events import ADD, ARRIVE, MEASURE, SCHEDULE, Track
 _MOST_BARS = 4000
 _KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations", "other")
 """Kinds of bytes in the order in which they are drawn and named; what is none of the first is one of the last."""
-_COLOURS_OF_KINDS = "tab10"
-_COLOURS_OF_EVENTS = "Set3"
-"""Another palette than that of the kinds: a colour means one thing in the whole picture."""
+_COLOURS_OF_KINDS = ("tab10",)
+_COLOURS_OF_EVENTS = ("Set3", "Dark2")
+"""Other palettes than that of the kinds: a colour means one thing in the whole picture."""
 _SHOWN = 3.0
 """A limit is drawn where it is up to so many times what the largest choice takes; else it is only named, because
 beside it nothing could be read."""
@@ -113,8 +114,8 @@ def _draw_tracks(plan: Plan, axes: Any) -> None:
     axes.set_xlabel(f"{unit} of a step: {plan.recommended.choice.title}")
 
 
-def _colours(palette: str, count: int) -> list[Any]:
+def _colours(palettes: Sequence[str], count: int) -> list[Any]:
     from matplotlib import colormaps
 
-    colours = colormaps[palette]
-    return [colours(number % colours.N) for number in range(count)]
+    colours = [colormaps[palette](number) for palette in palettes for number in range(colormaps[palette].N)]
+    return [colours[number % len(colours)] for number in range(count)]

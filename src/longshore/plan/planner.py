@@ -10,8 +10,10 @@ from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.plan.job import Job, PlanChoice, PlannedModel
-from longshore.plan.layout import PlannedBytes, RankLayout, count_bytes, lay_out
+from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
+from longshore.plan.matrices import divided, notes_of
+from longshore.plan.memory import PlannedBytes, count_bytes
 from longshore.plan.simulation import Simulation, simulate
 
 DEVICE_SHARE = 0.94
@@ -80,10 +82,10 @@ def plan(
 
     Raises:
         DoesNotFit: no choice fits; the message names the nearest choice, and the memory that it lacks.
-        ValueError: the model has no parameters to train, or some of a dtype that longshore does not train, or no
-            choice is allowed.
+        ValueError: the model has no parameters to train, some of a dtype that longshore does not train, or one that
+            Muon cannot divide; or no choice is allowed.
     """
-    model = _checked(model.cast(job.dtype))
+    model = divided(_checked(model.cast(job.dtype)), job)
     stages = range(4 if machine.ranks > 1 else 1)
     scalar = next((each.name for each in model.parameters if not each.shape), None)
     if scalar is not None and machine.ranks > 1:
@@ -117,6 +119,8 @@ def plan(
     offloading = [each for each in fitting if planner.moves(each.choice)]
     offloaded = _best(offloading) if offloading else None
     hidden = None if offloaded is None else planner.hidden_at(offloaded.choice)
+    notes = notes_of(model, job, machine, any(each.choice.streams for each in candidates))
+    model = replace(model, notes=(*model.notes, *notes))
     return Plan(model, machine, job, tuple(candidates), _best(fitting), offloaded, hidden)
 
 

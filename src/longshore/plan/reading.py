@@ -67,7 +67,8 @@ def plan_of_module(module: nn.Module, name: str, head: Tensor | None = None) -> 
     elif any(_is_expert(each.name) for each in found):
         notes = (_ALL_EXPERTS,)
     buffers = sum(each.nbytes for each in module.buffers())
-    return PlannedModel(name, tuple(found), _number(config, "hidden_size"), _attention_width(config), buffers, notes)
+    width = _attention_width(config)
+    return PlannedModel(name, tuple(found), _number(config, "hidden_size"), width, buffers, notes, module)
 
 
 def _kinds(module: nn.Module) -> dict[int, set[type]]:

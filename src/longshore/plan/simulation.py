@@ -7,14 +7,14 @@ event takes, and the order in which backward asks for events.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from longshore.plan.event_simulator import EventSimulator, Span
 from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
-from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
+from longshore.plan.workload import MatrixJob, ModelSegment, TileJob, matrix_jobs, segments_of, tile_jobs
 from longshore.sharding.ownership import DEVICE_GATHER_NUMEL, GATHER_NUMEL
 from longshore.sharding.reduction import DEVICE_SLICE_NUMEL, SLICE_NUMEL
 from longshore.tiles.events import (
@@ -29,12 +29,14 @@ from longshore.tiles.events import (
     SCHEDULE,
     STEP_AHEAD,
     STEP_IN_PLACE,
+    TRANSFORM,
     Move,
     Row,
     Track,
     Which,
     commit_moves,
 )
+from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY
 
 REDUCE = "reduce"
 """The reduction of one bucket; every tile with a range of that bucket waits for it."""
@@ -52,6 +54,8 @@ SHARDED_SCHEDULE: Mapping[str, Row] = {
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"
 STEP_ON_DEVICE = "step on the device"
+EXCHANGE = "exchange of matrices"
+"""Parts of matrices travel to the ranks that transform them, or back."""
 _FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Track.COMPUTE),
     GATHER_TO_USE: Row(Track.COLLECTIVES),
@@ -59,6 +63,8 @@ _FURTHER_EVENTS: Mapping[str, Row] = {
     ADD: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
     MEASURE: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
     STEP_ON_DEVICE: Row(Track.COMPUTE, ((NORM, Which.ALL),)),
+    EXCHANGE: Row(Track.COLLECTIVES, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL))),
+    TRANSFORM: Row(Track.COMPUTE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL))),
 }
 """Events that the engine's tables do not have."""
 
@@ -67,15 +73,6 @@ _MOST_BACKWARDS = 3
 _OUT_OF_PLACE = 0.93 / 0.74
 """How much longer a pass into a spare takes than one in place (docs/results: the bandwidth that each reaches)."""
 _FLOAT_BYTES = 4
-
-
-class Span(NamedTuple):
-    """An event on a track, in seconds from the beginning of the step."""
-
-    name: str
-    track: Track
-    begin_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -92,67 +89,6 @@ class Simulation:
     def waited_s(self) -> float:
         """The part of forward and backward in which they wait for parameters."""
         return max(0.0, self.step_s - self.exposed_s - self.compute_s)
-
-
-class EventSimulator:
-    """Runs events in the order in which they are asked for.
-
-    A track is a FIFO: an event begins when the previous event on its track has ended, and all events for which the
-    table makes it wait. ``same_as`` maps tracks to the track with which they share a resource on this machine.
-    """
-
-    def __init__(self, table: Mapping[str, Row], same_as: Mapping[Track, Track]) -> None:
-        self._table = table
-        self._same_as = same_as
-        self._free: dict[Track, float] = dict.fromkeys(Track, 0.0)
-        self._ends: dict[tuple[str, Hashable], float] = {}
-        self._last: dict[str, float] = {}
-        self.spans: list[Span] = []
-        self.busy: dict[Track, float] = dict.fromkeys(Track, 0.0)
-
-    def _track_of(self, name: str) -> Track:
-        track = self._table[name].track
-        return self._same_as.get(track, track)
-
-    def ready(self, name: str, keys: Iterable[Hashable]) -> float:
-        """Return when all events for which an event waits have ended; ``keys`` name the events of the same tile."""
-        ends, keys = [0.0], tuple(keys)
-        for before, which in self._table[name].after:
-            if which is Which.ALL:
-                ends.append(self.last(before))
-            else:
-                ends += [self._ends.get((before, key), 0.0) for key in keys]
-        return max(ends)
-
-    def begins(self, name: str, keys: Iterable[Hashable]) -> float:
-        """Return when an event would begin if it were asked for now."""
-        return max(self._free[self._track_of(name)], self.ready(name, keys))
-
-    def run(
-        self, name: str, key: Hashable, seconds: float, keys: Iterable[Hashable] = (), not_before: float = 0.0
-    ) -> float:
-        """Run an event of the kind ``name``, and return when it ends.
-
-        ``keys`` are further keys of the same tile, such as those of the buckets that bring its gradients;
-        ``not_before`` is the earliest time at which it may begin.
-        """
-        track = self._track_of(name)
-        begin = max(self.begins(name, (key, *keys)), not_before)
-        end = self._free[track] = begin + seconds
-        self._ends[name, key] = max(end, self._ends.get((name, key), 0.0))
-        self._last[name] = max(end, self.last(name))
-        if seconds > 0:
-            self.spans.append(Span(name, track, begin, end))
-            self.busy[track] += seconds
-        return end
-
-    def last(self, name: str) -> float:
-        """Return when the last event of this kind ended."""
-        return self._last.get(name, 0.0)
-
-    @property
-    def end(self) -> float:
-        return max(self._last.values(), default=0.0)
 
 
 def simulate(
@@ -178,6 +114,11 @@ class _Step:
         self._copies = machine.staged and self._offloads
         self._segments = segments_of(layout.model)
         self._tiles = tile_jobs(layout, self._segments)
+        self._matrices = matrix_jobs(layout, self._segments, len(self._tiles))
+        self._all_tiles = [*(matrix.tiles for matrix in self._matrices), *self._tiles]
+        self._passes = {tile.key: tile.num_bytes for tile in self._tiles}
+        """Bytes of the passes that may go ahead, by tile: of matrices, those of the first ones."""
+        self._passes |= {matrix.tiles.key: matrix.first_bytes for matrix in self._matrices}
         self._trainable = layout.model.trainable
         self._seconds = {
             each.key: machine.compute.seconds(each.work, job.tokens, job.seq_len) for each in self._segments
@@ -254,9 +195,9 @@ class _Step:
         bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
         missing = [len(bucket.parameters) for bucket in buckets]
         brought_by: list[set[int]] = [set() for _ in buckets]
-        waiting = {tile.key: len(tile.sources) for tile in self._tiles}
+        waiting = {tile.key: len(tile.sources) for tile in self._all_tiles}
         tiles_of: dict[Hashable, list[TileJob]] = {}
-        for tile in self._tiles:
+        for tile in self._all_tiles:
             for source in tile.sources:
                 tiles_of.setdefault(source, []).append(tile)
 
@@ -315,7 +256,7 @@ class _Step:
         asked, delayed = self._time.ready(NORM, ()), []
 
         def step_ahead(tile: TileJob) -> None:
-            self._time.run(STEP_AHEAD, tile.key, _OUT_OF_PLACE * self._pass_s(tile))
+            self._time.run(STEP_AHEAD, tile.key, _OUT_OF_PLACE * self._pass_s(self._passes[tile.key]))
 
         for tile in self._ahead:
             if self._early_norms:
@@ -328,12 +269,13 @@ class _Step:
         if self._sharded:
             seconds += self._machine.latency_s
         if clips and not self._early_norms:
-            seconds += self._read_s(sum(tile.gradient_bytes for tile in self._tiles))
+            seconds += self._read_s(sum(tile.gradient_bytes for tile in self._all_tiles))
         self._time.run(NORM, "norm", seconds)
         for tile in delayed:
             step_ahead(tile)
 
     def _commit(self) -> None:
+        self._step_matrices()
         on_device = sum(group.run.tiles * group.run.numel for group in self._layout.device)
         if on_device and self._layout.host:
             # State is read and written; gradients and parameters are in 16 bits.
@@ -345,13 +287,36 @@ class _Step:
         remaining = [tile for tile in self._tiles if not tile.ahead]
         for move, index in commit_moves(len(remaining), PIPELINE_DEPTH):
             if move is Move.FINISH:
-                self._time.run(STEP_IN_PLACE, remaining[index].key, self._pass_s(remaining[index]))
+                self._time.run(STEP_IN_PLACE, remaining[index].key, self._pass_s(remaining[index].num_bytes))
                 self._publish(remaining[index])
         if self._sharded and self._stage in (1, 2):
             for index, bucket in enumerate(self._layout.buckets):
                 most = DEVICE_GATHER_NUMEL if self._machine.staged else GATHER_NUMEL
                 num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // most)
                 self._time.run(GATHER, index, self._exchange_s(num_bytes, meetings))
+
+    def _step_matrices(self) -> None:
+        """Simulate the passes over matrices, with the transformations between them."""
+        transformed: dict[int, float] = {}
+        for move, place in commit_moves(len(self._matrices), MATRICES_UNDER_WAY):
+            matrix = self._matrices[place]
+            key, ahead = matrix.tiles.key, matrix.tiles.ahead
+            if move is Move.FILL:
+                ready = 0.0 if ahead else self._time.run(STEP_IN_PLACE, key, self._pass_s(matrix.first_bytes))
+                if matrix.sent_bytes:
+                    seconds = self._way_s(matrix, self._machine.to_device_bytes_per_s)
+                    ready = self._time.run(EXCHANGE, key, seconds, not_before=ready)
+                transformed[place] = self._time.run(TRANSFORM, key, self._transform_s(matrix), not_before=ready)
+                continue
+            ready = transformed[place]
+            if matrix.sent_bytes:
+                way_s = self._way_s(matrix, self._machine.to_host_bytes_per_s)
+                ready = self._time.run(EXCHANGE, key, way_s, not_before=ready)
+            seconds = (_OUT_OF_PLACE if ahead else 1.0) * self._pass_s(matrix.last_bytes)
+            self._time.run(STEP_IN_PLACE, key, seconds, not_before=ready)
+            copied = self._copies and not self._streams
+            published = matrix.tiles.parameter_bytes / self._machine.to_device_bytes_per_s if copied else 0.0
+            self._time.run(PUBLISH, key, published)
 
     def _publish(self, tile: TileJob) -> None:
         seconds = 0.0  # a pass in place writes parameters in host memory itself
@@ -363,10 +328,24 @@ class _Step:
 
     # -- how long things take -------------------------------------------------
 
-    def _pass_s(self, tile: TileJob) -> float:
+    def _pass_s(self, num_bytes: float) -> float:
         """Return the time of a pass, which reads and writes state, reads gradients and writes parameters."""
-        num_bytes = tile.state_bytes + tile.gradient_bytes + tile.parameter_bytes
         return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)
+
+    def _transform_s(self, matrix: MatrixJob) -> float:
+        """Return the time of transformations and, of one rank, of the copies to where they run, and back."""
+        machine, speed = self._machine, self._machine.transform_flops
+        if speed is None or (machine.staged and self._layout.transforms_on_host):
+            return 0.0  # not known
+        seconds = matrix.operations / speed
+        if self._copies and not matrix.sent_bytes:
+            seconds += matrix.part_bytes * (1 / machine.to_device_bytes_per_s + 1 / machine.to_host_bytes_per_s)
+        return seconds
+
+    def _way_s(self, matrix: MatrixJob, copied_bytes_per_s: float) -> float:
+        """Return the time of one way of parts, between ranks and between host and device."""
+        seconds = self._exchange_s(matrix.sent_bytes, 2 * matrix.batches)  # the ranks meet before they send
+        return seconds + (matrix.part_bytes / copied_bytes_per_s if self._copies else 0.0)
 
     def _read_s(self, num_bytes: float) -> float:
         if self._device_steps:

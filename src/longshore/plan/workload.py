@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from longshore.plan.job import PlannedModel, PlannedParameter, Use, parameter_bytes
-from longshore.plan.layout import RankLayout, spare_tiles
+from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.machine import Work
+from longshore.plan.memory import spare_tiles
 
 MOST_JOBS = 512
 """Approximate maximum number of jobs as which the tiles of a rank are simulated; a job is consecutive tiles."""
+
+
+_UPDATE_BYTES = torch.bfloat16.itemsize
+"""Bytes of an element of a matrix on its way to the transformation, and back."""
 
 
 class ModelSegment(NamedTuple):
@@ -36,6 +41,11 @@ class TileJob(NamedTuple):
     parameter_bytes: int
     sources: frozenset[Hashable]  # keys of the segments, or of the buckets, that bring its gradients
     ahead: bool  # all of its tiles have a spare
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a step reads and writes."""
+        return self.state_bytes + self.gradient_bytes + self.parameter_bytes
 
 
 def segments_of(model: PlannedModel) -> list[ModelSegment]:
@@ -74,17 +84,38 @@ def _work(members: Sequence[PlannedParameter], attention: float) -> Work:
     )
 
 
+class MatrixJob(NamedTuple):
+    """Consecutive batches of matrices."""
+
+    tiles: TileJob  # this rank's parts of them, with all that both of their passes read and write
+    operations: int  # of the rank that has the most to transform
+    sent_bytes: int  # between ranks, one way, as if each sent equally much to each; 0: nothing is sent
+    batches: int
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of this rank's parts where they are transformed."""
+        return _UPDATE_BYTES * self.tiles.numel
+
+    @property
+    def first_bytes(self) -> int:
+        """Bytes of the passes before the transformation, which read gradients and momentum."""
+        return self.tiles.gradient_bytes + 2 * torch.float32.itemsize * self.tiles.numel + self.part_bytes
+
+    @property
+    def last_bytes(self) -> int:
+        """Bytes of the passes after it, which read the result and the masters."""
+        return self.tiles.num_bytes - self.first_bytes
+
+
 def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[TileJob]:
-    """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles."""
-    segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
-
-    def source(owned: int) -> Hashable:
-        entry = layout.owned[owned]
-        return segment_of[entry.parameter] if entry.bucket is None else ("bucket", entry.bucket)
-
+    """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles, without those
+    of matrices."""
+    source = _sources(layout, segments)
     groups = layout.host or layout.device
     total = sum(group.run.tiles for group in groups)
-    first_ahead = total - spare_tiles(groups, layout.job.state_arrays, layout.speculation)[0]
+    taken = spare_tiles(layout.matrices, layout.speculation)[1]
+    first_ahead = total - spare_tiles(groups, layout.speculation, taken)[0]
     most = -(-total // MOST_JOBS)
     jobs: list[TileJob] = []
     tile = room = 0
@@ -96,14 +127,68 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
                 jobs.append(TileJob(len(jobs), 0, 0, 0, 0, frozenset(), ahead))
                 room = most
             count = min(left, room, left if ahead else first_ahead - tile)
-            job, numel = jobs[-1], count * group.run.numel
-            written = group.dtype.itemsize * layout.own_master(group.dtype)
-            jobs[-1] = job._replace(
-                numel=job.numel + numel,
-                state_bytes=job.state_bytes + numel * (2 * torch.float32.itemsize * layout.job.state_arrays - written),
-                gradient_bytes=job.gradient_bytes + numel * group.gradient_dtype.itemsize,
-                parameter_bytes=job.parameter_bytes + numel * group.dtype.itemsize,
-                sources=job.sources | {source(owned) for owned in group.run.parameters},
-            )
+            jobs[-1] = _joined(len(jobs) - 1, (jobs[-1], _tiles_of(layout, source, group, count, ahead)))
             tile, left, room = tile + count, left - count, room - count
     return jobs
+
+
+def matrix_jobs(layout: RankLayout, segments: Sequence[ModelSegment], first_key: int) -> list[MatrixJob]:
+    """Return the batches of matrices as jobs in their order; the keys of their tiles begin at ``first_key``."""
+    source = _sources(layout, segments)
+    first_ahead = sum(group.run.tiles for group in layout.matrices)
+    first_ahead -= spare_tiles(layout.matrices, layout.speculation)[0]
+    parts: dict[int, list[TileJob]] = {}
+    tile = 0
+    for group in layout.matrices:
+        (owned,) = group.run.parameters
+        parameter, ahead = layout.owned[owned].parameter, tile >= first_ahead
+        parts.setdefault(parameter, []).append(_tiles_of(layout, source, group, group.run.tiles, ahead))
+        tile += group.run.tiles
+    together = max(1, -(-len(layout.batches) // MOST_JOBS))
+    jobs: list[MatrixJob] = []
+    for place in range(0, len(layout.batches), together):
+        batches = layout.batches[place : place + together]
+        here = [part for batch in batches for each in batch.matrices for part in parts.get(each.parameter, ())]
+        tiles = _joined(first_key + len(jobs), here)
+        # The result of the first pass is written, and what becomes of it is read.
+        tiles = tiles._replace(state_bytes=tiles.state_bytes + 2 * _UPDATE_BYTES * tiles.numel)
+        sent = sum(_UPDATE_BYTES * layout.ranks * batch.part_numel for batch in batches)
+        jobs.append(MatrixJob(tiles, sum(batch.operations for batch in batches), sent, len(batches)))
+    return jobs
+
+
+def _sources(layout: RankLayout, segments: Sequence[ModelSegment]) -> Callable[[int], Hashable]:
+    """Return a function of an owned range that returns the key of what brings its gradient."""
+    segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
+
+    def source(owned: int) -> Hashable:
+        entry = layout.owned[owned]
+        return segment_of[entry.parameter] if entry.bucket is None else ("bucket", entry.bucket)
+
+    return source
+
+
+def _tiles_of(
+    layout: RankLayout, source: Callable[[int], Hashable], group: TileGroup, count: int, ahead: bool
+) -> TileJob:
+    """Return some tiles of a group as a job without a key."""
+    numel = count * group.run.numel
+    written = group.dtype.itemsize * layout.own_master(group.dtype)
+    return TileJob(
+        0,
+        numel,
+        numel * (2 * torch.float32.itemsize * group.arrays - written),
+        numel * group.gradient_dtype.itemsize,
+        numel * group.dtype.itemsize,
+        frozenset(source(owned) for owned in group.run.parameters),
+        ahead,
+    )
+
+
+def _joined(key: int, jobs: Sequence[TileJob]) -> TileJob:
+    """Return several jobs as one, which goes ahead if all of them do."""
+    sums = (sum(values) for values in zip(*(each[1:5] for each in jobs), strict=True))
+    numel, state_bytes, gradient_bytes, parameter_bytes = sums if jobs else (0, 0, 0, 0)
+    sources = frozenset[Hashable]().union(*(each.sources for each in jobs))
+    ahead = bool(jobs) and all(each.ahead for each in jobs)
+    return TileJob(key, numel, state_bytes, gradient_bytes, parameter_bytes, sources, ahead)
