@@ -10,7 +10,10 @@ import torch
 from ranks import Ranks
 
 from engine import muon_cases as cases
+from longshore.optim.rules.muon import MuonRule, matrix_layout
+from longshore.sharding.matrices import batched, owners_of
 from longshore.sharding.store import ShardedStore
+from longshore.tiles import Matrix
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -112,3 +115,18 @@ def test_tensor_parallelism_is_refused() -> None:
     store = mock.Mock()  # whose gradients are averaged over other ranks than all
     with pytest.raises(ValueError, match="tensor parallelism has divided them"):
         ShardedStore.add_matrices(store, "momentum_buffer", {})
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_every_rank_has_its_share_of_large_matrices(world_size: int) -> None:
+    """Of a model of 8 billion parameters: no batch leaves most ranks waiting for one."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)] * 32
+    rule = MuonRule(0.02, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None)
+    matrices = [Matrix(index, matrix_layout(shape, None, 0), rule) for index, shape in enumerate(shapes)]
+    busiest = whole = 0
+    for batch in batched(matrices, world_size):
+        sums = [0] * world_size
+        for matrix, owner in zip(batch, owners_of(batch, world_size), strict=True):
+            sums[owner] += matrix.numel * min(matrix.layout.rows, matrix.layout.columns)
+        busiest, whole = busiest + max(sums), whole + sum(sums)
+    assert world_size * busiest < 1.35 * whole

@@ -140,8 +140,15 @@ MUTANTS = [
     Mutant(
         "a rank steps although another has no memory for its matrices",
         "sharding/store.py",
-        "            reserve(self.transfer.device, matrices)\n        except BaseException:\n            self._refuse()\n",
-        "            pass\n        except BaseException:\n            self._refuse()\n",
+        "            reserve(self.transfer.device, matrices)\n",
+        "            pass\n",
+        (ENGINE,),
+    ),
+    Mutant(
+        "one rank transforms a large matrix while the others wait",
+        "sharding/matrices.py",
+        "    most = max(_BATCH_NUMEL, world_size * max((each.numel for each in matrices), default=0))\n",
+        "    most = _BATCH_NUMEL\n",
         (ENGINE,),
     ),
     Mutant(

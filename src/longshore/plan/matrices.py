@@ -167,7 +167,7 @@ def batches_of(
         ranks: the number of ranks.
     """
     shared = [matrix for index, matrix in matrices.items() if largest[index] < matrix.numel]
-    for batch in batched(shared):
+    for batch in batched(shared, ranks):
         # A rank beyond their number gets none of them.
         owners = owners_of(batch, min(ranks, len(batch)))
         sent = [0] * ranks

@@ -20,7 +20,7 @@ from longshore.tiles.events import Recorder, commit_moves
 from longshore.transfer import Transfer
 
 _BATCH_NUMEL = 1 << 24
-"""Elements of the matrices that travel together, unless one is larger."""
+"""Elements of the matrices that travel together, unless these are too few for a large one on each rank."""
 
 
 class _Shared(NamedTuple):
@@ -69,7 +69,7 @@ class RankExchange(MatrixExchange):
         self._transfer = transfer
         self._local = LocalExchange(transfer, recorder)
         shared = [each for each in matrices if not self._is_whole(each)]
-        self._shared = [self._batch(each) for each in batched(shared)]
+        self._shared = [self._batch(each) for each in batched(shared, self._collectives.world_size)]
         self._ends = False
         """Whether the ranks meet no more in this commit."""
         self._rounds = [place for _, place in commit_moves(len(self._shared), MATRICES_UNDER_WAY)]
@@ -210,11 +210,13 @@ def owners_of(matrices: Sequence[Matrix], world_size: int) -> Sequence[int]:
     return owners
 
 
-def batched(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
-    """Yield consecutive matrices that travel together."""
+def batched(matrices: Sequence[Matrix], world_size: int) -> Iterator[Sequence[Matrix]]:
+    """Yield consecutive matrices that travel together: enough that no rank waits while another transforms a large one.
+    A rank has memory for its own of a batch, and for its parts of all."""
+    most = max(_BATCH_NUMEL, world_size * max((each.numel for each in matrices), default=0))
     batch: list[Matrix] = []
     for matrix in matrices:
-        if batch and sum(each.numel for each in batch) + matrix.numel > _BATCH_NUMEL:
+        if batch and sum(each.numel for each in batch) + matrix.numel > most:
             yield batch
             batch = []
         batch.append(matrix)
