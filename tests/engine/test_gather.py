@@ -43,6 +43,7 @@ def test_a_write_without_a_writer_is_an_error_on_all_ranks(
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("when", [cases.changed_outside, cases.changed_before_the_step], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("what", cases.OUTSIDE)

@@ -78,6 +78,7 @@ def _backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[]
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.covering(1)
 @MODES
 @pytest.mark.parametrize(
     "program", [_inside, _step, _lengths, _backward], ids=lambda program: program.__name__.strip("_")

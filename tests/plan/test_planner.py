@@ -184,6 +184,7 @@ def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
     assert Planner(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048)).hidden_at(choice) is None
 
 
+@pytest.mark.slow
 def test_400_billion_on_1024_ranks_is_few_jobs() -> None:
     """Time goes with the jobs that are simulated, and they not with tiles or ranks."""
     assert FOUR_HUNDRED.numel > 380 * GB
