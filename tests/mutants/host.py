@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "the buffer of an old version is not given back",
         "tiles/speculation.py",
-        "            spares.give_back(self.target)\n            return False\n",
-        "            return False\n",
+        "                spares.give_back(target)\n            return False\n",
+        "                pass\n            return False\n",
         (STEPPING,),
     ),
     Mutant(
@@ -124,15 +124,15 @@ MUTANTS = [
     Mutant(
         "a buffer that is dropped is not given back",
         "tiles/tile.py",
-        "            spares.give_back(self.spare)\n",
-        "",
+        "        if spare is not None:\n",
+        "        if False:\n",
         (STEPPING,),
     ),
     Mutant(
         "a pass that failed counts as made",
         "tiles/speculation.py",
-        "            elif bet.failed or bet.put_off:\n",
-        "            elif bet.put_off:\n",
+        "            elif (bet.failed or bet.put_off) and",
+        "            elif bet.put_off and",
         (SPECULATION,),
     ),
     # -- backend.py -----------------------------------------------------------

@@ -152,6 +152,13 @@ MUTANTS = [
         (ENGINE,),
     ),
     Mutant(
+        "what a transformation has overwritten is transformed once more",
+        "tiles/matrices.py",
+        "                    self.speculator.spend(part.tile)  # the transformation writes it\n",
+        "",
+        (AHEAD,),
+    ),
+    Mutant(
         "a part of a matrix that was stepped ahead is not transformed",
         "tiles/matrices.py",
         "                    pieces[work.matrix.parameter][part.in_piece] = part.ahead\n",

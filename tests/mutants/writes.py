@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "a step ahead is kept although its parameter was written",
         "tiles/speculation.py",
-        "bet.rules == rules and not written",
-        "bet.rules == rules",
+        "not (written or bet.spent)",
+        "not bet.spent",
         (UNSEEN_WRITES,),
     ),
     Mutant(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,7 @@ from support import same_weights
 import longshore
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostKernels
+from longshore.optim.rules import muon
 from longshore.tiles import SpeculationRecord
 from longshore.tiles.matrices import MatrixBackend
 
@@ -183,18 +187,39 @@ def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     assert pair.train(2).kept == len(pair.matrices.tiles)
 
 
-def test_a_transformation_that_fails_before_anything_was_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The momentum that was made ahead is dropped, and the window can be trained again."""
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("failing_call", [0, 1, 3])
+def test_a_transformation_that_fails_before_anything_was_written(
+    failing_call: int, again: bool, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window can be trained again; or stepped once more, though transformations wrote what had been made ahead."""
+    pair = Pair(transfer, tile_numel=1 << 20)
+    pair.train(2)
     before = {name: value.clone() for name, value in pair.models[1].named_parameters()}
     step = next(pair.steps)
     backward(pair.models[1], step)
+    calls, whole = itertools.count(), muon.newton_schulz
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        if next(calls) == failing_call:
+            raise RuntimeError("no more")
+        return whole(*arguments)
+
     with monkeypatch.context() as patched:
-        patched.setattr("longshore.optim.rules.muon.newton_schulz", _fail)
+        patched.setattr(muon, "newton_schulz", failing)
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
-    assert all(torch.equal(value, before[name]) for name, value in pair.models[1].named_parameters())
-    pair.ahead.zero_grad()
-    pair.steps = itertools.count(step)
+    if any(not torch.equal(value, before[name]) for name, value in pair.models[1].named_parameters()):
+        with pytest.raises(BrokenStateError):
+            pair.ahead.step()
+        return
+    if again:
+        backward(pair.models[0], step)
+        pair.step()
+    else:
+        pair.ahead.zero_grad()
+        pair.steps = itertools.count(step)
     pair.train(2)
 
 
@@ -220,5 +245,22 @@ def test_a_last_pass_that_fails_breaks_the_state(
         pair.ahead.step()
 
 
-def _fail(*_: object) -> torch.Tensor:
+def test_a_broken_optimizer_is_garbage_once_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its memory, though it knows the error, whose traceback knows it."""
+    pair = Pair()
+    pair.train(1)
+    dropped = weakref.ref(pair.ahead)
+    pair.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(HostKernels, "step_tile", _fail)
+        with contextlib.suppress(RuntimeError):
+            pair.ahead.step()
+    with pytest.raises(BrokenStateError, match="no more"):
+        pair.ahead.step()
+    del pair
+    gc.collect()
+    assert dropped() is None
+
+
+def _fail(*_: object) -> None:
     raise RuntimeError("no more")

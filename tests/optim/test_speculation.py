@@ -15,6 +15,7 @@ import longshore
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostKernels
 from longshore.tiles import GRADIENT
+from longshore.tiles.speculation import Pass
 
 TILE = 300
 TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
@@ -310,6 +311,35 @@ def test_a_pass_that_fails_is_made_again_at_the_verdict(pair: Pair, monkeypatch:
     monkeypatch.setattr(HostKernels, "step_tile", failing)
     record = pair.train(1)
     assert len(failures) == record.begun > 2 and record.kept == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_ctrl_c_while_passes_are_collected(
+    pair: Pair, when: str, arrived: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are collected once more, and no spare is given back twice."""
+    whole, interrupts = Pass.end, []
+
+    def interrupted(self: Pass, spares: Any) -> bool:
+        ended = when == "after" and whole(self, spares)
+        if not interrupts:
+            interrupts.append(1)
+            raise KeyboardInterrupt
+        return ended or whole(self, spares)
+
+    pair.backward()
+    for _ in range(arrived):
+        pair.backward()
+    pool = pair.ahead._core.store.backend.speculator.spares
+    with monkeypatch.context() as patched:
+        patched.setattr(Pass, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.ahead.step()
+    free = [buffer.data_ptr() for buffers in pool._free.values() for buffer in buffers]
+    assert len(free) == len(set(free))
+    pair.step()
+    assert pair.train(2).kept > 2
 
 
 def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from longshore.engine.config import load_config
 from longshore.plan.job import (
@@ -19,6 +20,7 @@ from longshore.plan.job import (
     parameter_bytes,
 )
 from longshore.plan.planner import DoesNotFit, Planner, plan
+from longshore.plan.reading import plan_of_module
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS
 from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
@@ -246,3 +248,17 @@ def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: PlanC
         assert (config.dtype, config.gradient_clipping, config.tile_numel) == (name, job.clipping, job.tile_numel)
         assert config.optimizer is not None and config.optimizer.type == optimizer
         assert config.reduce_bucket_numel == job.bucket_numel
+
+
+def test_a_model_that_cannot_be_streamed_is_not_planned_so() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.LSTM(64, 64), nn.Linear(64, 64)) for _ in range(3)]))
+    planned = plan_of_module(model, "recurrent")
+    assert planned.units == 3
+    assert not any(each.choice.streams for each in plan(planned, machine(), Job(1, 2048)).candidates)
+    with pytest.raises(ValueError, match="no choice is left: LSTM keeps its parameters in a list of its own"):
+        plan(planned, machine(), Job(1, 2048), lambda choice: choice.streams)
+
+
+def test_a_parameter_without_a_shape() -> None:
+    with pytest.raises(ValueError, match=r"parameter 0\.weight has no shape yet: let the function call the model once"):
+        plan_of_module(nn.Sequential(nn.LazyLinear(4)), "lazy")

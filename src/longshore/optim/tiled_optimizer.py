@@ -25,8 +25,9 @@ from longshore.optim.state import checked_state, clear_state, loadable_state, me
 from longshore.tiles import SpeculationRecord
 
 
-def _remove_hooks(core: OptimizerCore) -> None:
-    if core._source is not None:
+def _remove_hooks(reference: weakref.ref[OptimizerCore]) -> None:
+    core = reference()
+    if core is not None and core._source is not None:
         core._source.remove_hooks()
 
 
@@ -56,8 +57,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
         self._loading: dict[int, dict[str, Any]] | None = None
         self._others: dict[Any, Any] = {}
-        # A state that somebody keeps has the core; the parameters are free of hooks nevertheless.
-        weakref.finalize(self, _remove_hooks, self._core).atexit = False
+        # A state that somebody keeps has the core; the parameters are free of hooks nevertheless. The core is not kept
+        # here: after a step that failed half way it has the error, with frames that have this optimizer.
+        weakref.finalize(self, _remove_hooks, weakref.ref(self._core)).atexit = False
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -182,6 +182,7 @@ class PlannedModel:
     buffer_bytes: int = 0  # bytes of buffers, which are on the device
     notes: tuple[str, ...] = ()  # assumptions that were made
     module: nn.Module | None = field(default=None, compare=False, repr=False)  # what it was read from, if not files
+    not_streamed: str | None = None  # why it cannot be streamed, if that is known
 
     @property
     def numel(self) -> int:

@@ -105,11 +105,12 @@ def plan(
         candidates = [
             replace(each, choice=replace(each.choice, stage=stage)) for stage in range(4) for each in candidates
         ]
-    if machine.staged and scalar is None and model.units:
+    if machine.staged and scalar is None and model.units and not model.not_streamed:
         candidates += planner.variants(PlanChoice(3, "cpu", param_device="cpu"))
     candidates = [each for each in candidates if allows(each.choice)]
     if not candidates:
         blocks = [] if model.units else ["a model without blocks is not streamed"]
+        blocks += [model.not_streamed] if model.not_streamed else []
         excluded = "the stage, offload and streaming that are asked for exclude each other"
         why = [*model.notes, *blocks] or [f"{excluded} (--stream needs stage 3 and the optimizer's state on the host)"]
         raise ValueError(f"no choice is left: {'; '.join(why)}")

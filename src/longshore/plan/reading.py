@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from longshore.checkpoint.files import DTYPES
 from longshore.engine import Init
 from longshore.engine.wording import did_you_mean
+from longshore.optim.parameters import is_lazy
 from longshore.plan.job import PlannedModel, PlannedParameter, Use
+from longshore.streaming.checks import module_that_cannot
 from longshore.units import units_of
 
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
@@ -50,6 +52,8 @@ def plan_of_module(module: nn.Module, name: str, head: Tensor | None = None) -> 
     share = _active_share(config)
     found = []
     for parameter_name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {parameter_name} has no shape yet: let the function call the model once")
         if parameter is head:
             use = Use.HEAD
         elif kinds[id(parameter)] == {nn.Embedding}:
@@ -68,7 +72,8 @@ def plan_of_module(module: nn.Module, name: str, head: Tensor | None = None) -> 
         notes = (_ALL_EXPERTS,)
     buffers = sum(each.nbytes for each in module.buffers())
     width = _attention_width(config)
-    return PlannedModel(name, tuple(found), _number(config, "hidden_size"), width, buffers, notes, module)
+    cannot = module_that_cannot(module)
+    return PlannedModel(name, tuple(found), _number(config, "hidden_size"), width, buffers, notes, module, cannot)
 
 
 def _kinds(module: nn.Module) -> dict[int, set[type]]:

@@ -46,14 +46,20 @@ def check_fits(model: nn.Module, device: torch.device, contents: Sequence[Sequen
         )
 
 
-def check_parameters(model: nn.Module) -> None:
-    ends: list[tuple[int, int, str]] = []
+def module_that_cannot(model: nn.Module) -> str | None:
+    """Return why a model cannot be streamed, if that is because of the kind of one of its modules."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            raise ParameterError(
-                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed; "
-                "leave it out of the model that is streamed"
+            return (
+                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed"
             )
+    return None
+
+
+def check_parameters(model: nn.Module) -> None:
+    ends: list[tuple[int, int, str]] = []
+    if cannot := module_that_cannot(model):
+        raise ParameterError(f"{cannot}; leave it out of the model that is streamed")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ParameterError(f"parameter {name} has no shape yet; call the model once before longshore.stream(...)")

@@ -174,6 +174,7 @@ class MatrixBackend(Backend):
         for work in works:
             for part in work.parts:
                 if part.ahead is not None and len(work.parts) == 1:
+                    self.speculator.spend(part.tile)  # the transformation writes it
                     pieces[work.matrix.parameter] = part.ahead
                 elif part.ahead is not None:
                     pieces[work.matrix.parameter][part.in_piece] = part.ahead

@@ -48,6 +48,7 @@ class Pass:
         assert tile.buffer is not None
         self.tile = tile
         self.source, self.target = tile.buffer, into
+        self._unused: Tensor | None = into
         self._arrays = arrays
         self.scale = scale
         self.slot = slot
@@ -58,6 +59,8 @@ class Pass:
         tile.move(TileEvent.SPECULATE)
         self._version = tile.version
         self.failed = False
+        self.spent = False
+        """Whether the outputs may have been overwritten."""
         self.put_off = False
         """Whether the pass is postponed, because measurements for the verdict come first."""
         self.open = True
@@ -88,11 +91,15 @@ class Pass:
 
         If the pass is not :attr:`current`, give the spare buffer back and return False; the tile stays as it is.
         """
+        # Ctrl-C may come anywhere here, and this is called again.
         if not self.current:
-            spares.give_back(self.target)
+            target, self._unused = self._unused, None
+            if target is not None:
+                spares.give_back(target)
             return False
-        self.tile.move(TileEvent.SPECULATED)
-        self.tile.spare = self.target
+        if self.tile.state is TileState.STEPPING:
+            self.tile.spare = self.target
+            self.tile.move(TileEvent.SPECULATED)
         return True
 
 
@@ -250,12 +257,12 @@ class Speculator:
         for bet in self._passes.values():
             if not bet.open or (bet.put_off and self._paused):
                 continue
-            bet.open = False
             if not bet.end(self._pool):
                 self._count(DROPPED, bet.tile)
             # A pass is still postponed here only if Ctrl-C interrupted the wait for it.
-            elif bet.failed or bet.put_off:
+            elif (bet.failed or bet.put_off) and bet.tile.state is TileState.STEPPED:
                 bet.tile.redo(self._pool)
+            bet.open = False
 
     def void(self, tile: Tile) -> None:
         """Drop what was computed ahead for a tile whose data is about to change; called after :meth:`harvest`."""
@@ -292,11 +299,16 @@ class Speculator:
             return None
         bet = self._passes[tile.layout.index]
         rules = {segment.layout.parameter: self.part_of(step.rule) for segment, step in active}
-        if bet.scale == scale and bet.rules == rules and not written:
+        if bet.scale == scale and bet.rules == rules and not (written or bet.spent):
             return bet.slot
         tile.redo(self._pool)
         self._count(REDONE, tile)
         return None
+
+    def spend(self, tile: Tile) -> None:
+        """Note that the outputs are about to be overwritten. A commit that fails before :meth:`keep`, and is made once
+        more, steps the tile again."""
+        self._passes[tile.layout.index].spent = True
 
     def keep(self, tile: Tile) -> None:
         """Commit a tile that was stepped ahead: its spare becomes its buffer."""

@@ -294,9 +294,9 @@ class Tile:
 
     def drop_spare(self, spares: BufferPool) -> None:
         """Give the spare back to the pool, if there is one."""
-        if self.spare is not None:
-            spares.give_back(self.spare)
-            self.spare = None
+        spare, self.spare = self.spare, None  # in this order: after Ctrl-C it may be lost, but is not given back twice
+        if spare is not None:
+            spares.give_back(spare)
 
     def end_window(self, stepped: bool) -> Tensor | None:
         """End the window, and return its accumulator. If it was stepped, the next one is expected to be like it."""
