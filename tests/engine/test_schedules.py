@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import longshore
 from longshore.engine import schedules
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warmup.* gives all groups the learning rate")
 from longshore.engine.config import ConfigError, load_config
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.schedules import Schedule
@@ -52,6 +54,17 @@ def walk(name: str, params: dict[str, Any], steps: int, lrs: tuple[Any, ...] = L
 
 def first(name: str, params: dict[str, Any], steps: int) -> list[float]:
     return [lrs[0] for lrs in walk(name, params, steps)]
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
+def test_one_rate_for_groups_that_have_several(name: str) -> None:
+    """Such as Muon's and AdamW's."""
+    params = {"warmup_max_lr": 0.02, **({"total_num_steps": 9} if "Decay" in name else {})}
+    with pytest.warns(UserWarning, match=r"warmup_max_lr = 0.02, and they have .* of their own: give a list of 2"):
+        walk(name, params, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        walk(name, {**params, "warmup_max_lr": [0.02, 0.003]}, 1)
 
 
 def test_linear_warmup_then_constant() -> None:

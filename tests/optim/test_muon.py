@@ -603,3 +603,35 @@ def test_states_of_momentum_that_is_another(other: Any) -> None:
     stepped(model, optimizer)
     with pytest.raises(ValueError, match="group 0 of the state has ns_steps: it is Muon's"):
         ours.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"others": "*"}, TypeError, r"others is a list of patterns, such as \['\*'\]"),
+        ({"muon": 0.02}, TypeError, "muon is a dictionary, not 0.02"),
+        ({"split": ["qkv.weight"]}, TypeError, "split is a dictionary"),
+        ({"split": {"qvk.weight": 3}}, ValueError, "and there is qkv.weight"),
+        ({"split": {"experts*": 2}}, ValueError, r"split=\{'experts\*': ...\} in longshore.muon_groups\(\) fits it"),
+    ],
+)
+def test_what_muon_groups_cannot_read(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        longshore.muon_groups(build(), show=False, **given)
+
+
+def test_muon_groups_of_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"a torch.nn.Module, not generator"):
+        longshore.muon_groups(build().parameters())  # pyright: ignore[reportArgumentType]
+
+
+def test_a_pattern_with_a_star_leaves_biases_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 12))
+    (matrices, rest) = longshore.muon_groups(model, split={"0.*": 3}, show=False)
+    assert matrices["split"] == 3 and [name for name, _ in rest["params"]] == ["0.bias"]
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("spilt", "split"), ("momentun", "momentum")])
+def test_options_of_groups_that_are_nearly_right(wrong: str, right: str) -> None:
+    with pytest.warns(UserWarning, match=f"a group has '{wrong}', which is no option; '{right}' is one"):
+        longshore.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], wrong: 2}])

@@ -188,8 +188,10 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file atomically, with its own name last: a link of that name is replaced, and not followed.
 
     Raises:
-        OSError: the disk failed; a former file of that name is still there.
+        OSError: the disk failed; a former file of that name is still there. Or it is none, but a device, say.
     """
+    if path.exists() and not path.is_symlink() and not path.is_file():
+        raise FileExistsError(f"{path} exists, is no regular file, and is not replaced: give another name")
     beside = path.with_name(f".{secrets.token_hex(8)}.writing")
     try:
         with open(beside, "xb") as file:

@@ -48,7 +48,9 @@ def _divided(model: nn.Module, named: Mapping[str, Tensor], config: MuonConfig) 
     own = dict(model.named_parameters())
     if strangers := [name for name in named if name not in own]:
         raise ValueError(f"{_listed(strangers)} of model_parameters: not in the model; give such groups a {_MARK}")
-    marks = {name: bool(getattr(each, _MARK)) for name, each in named.items() if hasattr(each, _MARK)}
+    marks = {name: getattr(each, _MARK) for name, each in named.items() if hasattr(each, _MARK)}
+    if strange := [name for name, mark in marks.items() if not isinstance(mark, bool)]:
+        raise ValueError(f"{_MARK} of parameter {strange[0]} is {marks[strange[0]]!r}; it is True or False")
     if marks and (unmarked := [name for name in named if name not in marks]):
         raise ValueError(
             f"parameters without an attribute {_MARK}, which others have: {_listed(unmarked)}; set it for all, or for "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,14 @@ class Schedule(LRScheduler):
             problems.append(Problem("cycle_momentum", what, True))
         if problems:
             raise ConfigError(name, problems)
+        own = {float(group["lr"]) for group in optimizer.param_groups}
+        highest = config.arguments().get("warmup_max_lr")
+        if len(own) > 1 and isinstance(highest, (int, float)):
+            warnings.warn(
+                f"{name} gives all groups the learning rate warmup_max_lr = {highest:g}, and they have "
+                f"{', '.join(f'{rate:g}' for rate in sorted(own))} of their own: give a list of {count}, one for each",
+                stacklevel=4,
+            )
         return config
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,18 +34,27 @@ def muon_groups(
 
     Args:
         model: the model.
-        split: which parameters hold several matrices: patterns of parameter names (``"*.qkv.weight"``, as in a shell),
-            each with what a group of :class:`~longshore.Muon` has as its ``split``, or with a dictionary of ``split``
-            and ``split_dim``. None: a name that looks so is one matrix nevertheless.
+        split: which parameters hold several matrices: patterns of parameter names (``"*.qkv.weight"``, as in a shell;
+            the first that fits counts, and one with a star leaves vectors out, such as biases), each with what a group
+            of :class:`~longshore.Muon` has as its ``split``, or with a dictionary of ``split`` and ``split_dim``. None:
+            a name that looks so is one matrix nevertheless.
         others: patterns of the names of further parameters that AdamW is to step.
         muon: options of the groups of matrices, such as ``{"lr": 0.02}``.
         adamw: options of the other groups.
         show: print a line for each group.
 
     Raises:
+        TypeError: ``model`` is no module, or one of the others is no dictionary, or no list.
         ValueError: a pattern fits no parameter; or a parameter looks as if it held several matrices, and neither
             ``split`` nor ``others`` says what to do with it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"muon_groups takes a model, a torch.nn.Module, not {type(model).__name__}")
+    for what, given in (("split", split), ("muon", muon), ("adamw", adamw)):
+        if not isinstance(given, (Mapping, type(None))):
+            raise TypeError(f"{what} is a dictionary, not {given!r}")
+    if isinstance(others, str):
+        raise TypeError(f"others is a list of patterns, such as [{others!r}], not a string")
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     options_of = matrix_options(model, named, split or {}, others)
     matrices: dict[str, tuple[dict[str, Any], list[tuple[str, Tensor]]]] = {}
@@ -102,11 +112,20 @@ def matrix_options(
     """
     for pattern in (*split, *others):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-            raise ValueError(f"{pattern!r} is the name of no trained parameter of the model")
+            close = difflib.get_close_matches(pattern, named, 1, 0.0)
+            raise ValueError(
+                f"{pattern!r} is the name of no trained parameter of the model; it stands {where}, and there is "
+                f"{', '.join(close) or 'none'}"
+            )
     outer = _embeddings_and_heads(model)
     found: dict[str, dict[str, Any] | None] = {}
     for name, parameter in named.items():
-        how = next((value for pattern, value in split.items() if fnmatch.fnmatchcase(name, pattern)), _UNSAID)
+        fits = (
+            (pattern, how)
+            for pattern, how in split.items()
+            if fnmatch.fnmatchcase(name, pattern) and (parameter.ndim > 1 or pattern == name)
+        )
+        pattern, how = next(fits, (name, _UNSAID))
         other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
         if how is _UNSAID and marks is None:
             # A matrix of one row or column is a vector, such as the magnitudes of weight_norm.
@@ -114,7 +133,7 @@ def matrix_options(
         if other or (marks is not None and not marks[name]):
             found[name] = None
         else:
-            found[name] = _options_of(how, name, parameter, where)
+            found[name] = _options_of(how, name, parameter, where, pattern)
     return found
 
 
@@ -132,8 +151,8 @@ def _embeddings_and_heads(model: nn.Module) -> set[int]:
     return {id(parameter) for module in found for parameter in module.parameters()}
 
 
-def _options_of(how: Any, name: str, parameter: Tensor, where: str) -> dict[str, Any]:
-    """Return the options ``split`` and ``split_dim`` of a group for a parameter."""
+def _options_of(how: Any, name: str, parameter: Tensor, where: str, pattern: str) -> dict[str, Any]:
+    """Return the options ``split`` and ``split_dim`` of a group for a parameter, which ``pattern`` fits."""
     said = f"say split={{{name!r}: ...}} {where}, or others=[{name!r}] for AdamW"
     if how is _UNSAID:
         if parameter.ndim == 3:
@@ -152,7 +171,12 @@ def _options_of(how: Any, name: str, parameter: Tensor, where: str) -> dict[str,
     try:
         matrix_layout(tuple(parameter.shape), options.get("split"), options.get("split_dim", 0))
     except ValueError as error:
-        raise ValueError(f"parameter {name} {error}") from None
+        named = (
+            ""
+            if pattern == name
+            else f"; split={{{pattern!r}: ...}} {where} fits it, and others=[{name!r}] leaves it out"
+        )
+        raise ValueError(f"parameter {name} {error}{named}") from None
     return options
 
 

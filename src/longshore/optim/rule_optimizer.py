@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -49,6 +51,10 @@ class RuleOptimizer(TiledOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        known = {*self.defaults, *self.rules.options, *self.rules.absent, "params", "param_names", "initial_lr"}
+        for name in self.param_groups[-1].keys() - known:
+            if close := difflib.get_close_matches(str(name), known, 1, 0.75):
+                warnings.warn(f"a group has {name!r}, which is no option; {close[0]!r} is one", stacklevel=4)
         self.rules.complete(self.param_groups, self.defaults)
 
     @classmethod
