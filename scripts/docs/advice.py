@@ -110,7 +110,7 @@ BY_FAMILY = [
     ),
     (r"^WrongValueError", "Write such a value; [the list of keys](deepspeed_config.md) says what each key takes."),
     (r"^ValueError: speculation_memory", 'Give `"auto"`, `"25%"`, `"8GiB"` or an integer number of bytes.'),
-    (r"must not be negative", "Give a value that is not negative."),
+    (r"must be a number of at least 0", "Give a value that is not negative."),
     (r"wrap_policy counts", "Give a number of elements, at least 1."),
     (r"Optimizer or makes one", "Give a torch.optim.Optimizer, or a function that makes one."),
     (r"device is where the optimizer's state is", "Give 'cpu' or 'none'."),

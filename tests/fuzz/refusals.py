@@ -16,7 +16,7 @@ REFUSALS = {
     "save with gradients on the host": r"gradients? .*would be (lost|applied to the loaded weights)",
     "window under way": r"^(a checkpoint has no gradients, and )?those of the window under way would be",
     "copied after clipping": r"which are not copied: copy or pickle the optimizer after step",
-    "option out of range": r"^(lr must not be negative|Invalid learning rate)",
+    "option out of range": r"^(lr must be a number of at least 0|Invalid learning rate)",
     "not in the groups": r"not a parameter of this optimizer",
     "state of another shape": r"not a dense float tensor",
     "state of another name": r"unknown state '\w+'; longshore keeps",
