@@ -172,3 +172,11 @@ def test_errors_name_parameters_and_say_what_to_do() -> None:
         started(model, split=SPLIT)
     with pytest.raises(ValueError, match=r"0\.0 of model_parameters: not in the model"):
         started(build(), [nn.Parameter(torch.ones(3, 3))], split={})
+
+
+def test_marks_that_are_no_bool() -> None:
+    model = build()
+    for parameter in model.parameters():
+        parameter.use_muon = "no"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"use_muon of parameter .* is 'no'; it is True or False"):
+        started(model)

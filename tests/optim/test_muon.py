@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -612,6 +613,7 @@ def test_states_of_momentum_that_is_another(other: Any) -> None:
         ({"muon": 0.02}, TypeError, "muon is a dictionary, not 0.02"),
         ({"split": ["qkv.weight"]}, TypeError, "split is a dictionary"),
         ({"split": {"qvk.weight": 3}}, ValueError, "and there is qkv.weight"),
+        ({"split": {"norm.*": 3}}, ValueError, r"'norm\.\*' is the name of no trained parameter"),
         ({"split": {"experts*": 2}}, ValueError, r"split=\{'experts\*': ...\} in longshore.muon_groups\(\) fits it"),
     ],
 )
@@ -635,3 +637,11 @@ def test_a_pattern_with_a_star_leaves_biases_out() -> None:
 def test_options_of_groups_that_are_nearly_right(wrong: str, right: str) -> None:
     with pytest.warns(UserWarning, match=f"a group has '{wrong}', which is no option; '{right}' is one"):
         longshore.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], wrong: 2}])
+
+
+@pytest.mark.parametrize("name", ["max_momentum", "base_momentum", "tag"])
+def test_what_others_keep_in_groups(name: str) -> None:
+    """Such as a schedule, whose groups are taken over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        longshore.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], name: 0.9}])

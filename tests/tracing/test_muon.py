@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from engine import muon_cases as cases
@@ -59,3 +62,13 @@ def test_ranks_divide_the_work(stage: int, two_ranks: Ranks) -> None:
     """Where each rank has all of a matrix, each makes it orthogonal; otherwise one of them does."""
     (matrices, first), (_, second) = two_ranks(cases.transforms, stage)
     assert (first, second) == (matrices, matrices) if stage == 0 else first + second == matrices and min(first, second)
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    optimizer = longshore.AdamW(torch.nn.Linear(4, 4).parameters())
+    with longshore.trace(optimizer) as trace:
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="is no regular file, and is not replaced: give another name"):
+        trace.save_chrome(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()

@@ -48,13 +48,7 @@ def muon_groups(
         ValueError: a pattern fits no parameter; or a parameter looks as if it held several matrices, and neither
             ``split`` nor ``others`` says what to do with it.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"muon_groups takes a model, a torch.nn.Module, not {type(model).__name__}")
-    for what, given in (("split", split), ("muon", muon), ("adamw", adamw)):
-        if not isinstance(given, (Mapping, type(None))):
-            raise TypeError(f"{what} is a dictionary, not {given!r}")
-    if isinstance(others, str):
-        raise TypeError(f"others is a list of patterns, such as [{others!r}], not a string")
+    _check_types(model, others, split=split, muon=muon, adamw=adamw)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     options_of = matrix_options(model, named, split or {}, others)
     matrices: dict[str, tuple[dict[str, Any], list[tuple[str, Tensor]]]] = {}
@@ -80,6 +74,16 @@ def muon_groups(
     if show:
         show_groups(groups)
     return groups
+
+
+def _check_types(model: object, others: object, **dictionaries: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"muon_groups takes a model, a torch.nn.Module, not {type(model).__name__}")
+    for name, given in dictionaries.items():
+        if not isinstance(given, (Mapping, type(None))):
+            raise TypeError(f"{name} is a dictionary, not {given!r}")
+    if isinstance(others, str):
+        raise TypeError(f"others is a list of patterns, such as [{others!r}], not a string")
 
 
 def show_groups(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -110,8 +114,10 @@ def matrix_options(
     Raises:
         ValueError: as in :func:`muon_groups`.
     """
+    used = {pattern for pattern in split for name, each in named.items() if _divides(pattern, name, each)}
+    used |= {pattern for pattern in others for name in named if fnmatch.fnmatchcase(name, pattern)}
     for pattern in (*split, *others):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+        if pattern not in used:
             close = difflib.get_close_matches(pattern, named, 1, 0.0)
             raise ValueError(
                 f"{pattern!r} is the name of no trained parameter of the model; it stands {where}, and there is "
@@ -120,11 +126,7 @@ def matrix_options(
     outer = _embeddings_and_heads(model)
     found: dict[str, dict[str, Any] | None] = {}
     for name, parameter in named.items():
-        fits = (
-            (pattern, how)
-            for pattern, how in split.items()
-            if fnmatch.fnmatchcase(name, pattern) and (parameter.ndim > 1 or pattern == name)
-        )
+        fits = ((pattern, how) for pattern, how in split.items() if _divides(pattern, name, parameter))
         pattern, how = next(fits, (name, _UNSAID))
         other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
         if how is _UNSAID and marks is None:
@@ -138,6 +140,11 @@ def matrix_options(
 
 
 _UNSAID = object()
+
+
+def _divides(pattern: str, name: str, parameter: Tensor) -> bool:
+    """Return whether a pattern of ``split`` is for a parameter: one with a star leaves vectors out, such as biases."""
+    return fnmatch.fnmatchcase(name, pattern) and (parameter.ndim > 1 or pattern == name)
 
 
 def _embeddings_and_heads(model: nn.Module) -> set[int]:
@@ -171,12 +178,8 @@ def _options_of(how: Any, name: str, parameter: Tensor, where: str, pattern: str
     try:
         matrix_layout(tuple(parameter.shape), options.get("split"), options.get("split_dim", 0))
     except ValueError as error:
-        named = (
-            ""
-            if pattern == name
-            else f"; split={{{pattern!r}: ...}} {where} fits it, and others=[{name!r}] leaves it out"
-        )
-        raise ValueError(f"parameter {name} {error}{named}") from None
+        fits = f"; split={{{pattern!r}: ...}} {where} fits it, and others=[{name!r}] leaves it to AdamW"
+        raise ValueError(f"parameter {name} {error}{'' if pattern == name else fits}") from None
     return options
 
 

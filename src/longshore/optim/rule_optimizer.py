@@ -53,7 +53,8 @@ class RuleOptimizer(TiledOptimizer):
         super().add_param_group(param_group)
         known = {*self.defaults, *self.rules.options, *self.rules.absent, "params", "param_names", "initial_lr"}
         for name in self.param_groups[-1].keys() - known:
-            if close := difflib.get_close_matches(str(name), known, 1, 0.75):
+            alike = [each for each in known if abs(len(each) - len(str(name))) <= 1]  # no max_momentum of a schedule
+            if close := difflib.get_close_matches(str(name), alike, 1, 0.75):
                 warnings.warn(f"a group has {name!r}, which is no option; {close[0]!r} is one", stacklevel=4)
         self.rules.complete(self.param_groups, self.defaults)
 
