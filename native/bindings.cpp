@@ -1,6 +1,7 @@
 // The Python face: addresses and numbers in, nothing kept. The typed wrappers in
 // longshore.kernels check the tensors and hold them while a call runs.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -23,8 +24,9 @@ using namespace longshore;
 namespace {
 
 using Address = std::uintptr_t;
-// buffer_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype
-using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
+// buffer_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype, stream, place
+using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t,
+                              std::uint64_t, std::int64_t>;
 // address, dtype, numel
 using RangeRow = std::tuple<Address, std::int32_t, std::int64_t>;
 using ScalePair = std::tuple<double, double>;
@@ -36,29 +38,32 @@ T* pointer(Address address) {
 
 Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(pair)}; }
 
-// One buffer that is stepped into another, or into itself.
-using BufferRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
+// One buffer that is stepped into another, or into itself: source, target, arrays, numel, format of the states.
+using BufferRow = std::tuple<Address, Address, std::int64_t, std::int64_t, std::int32_t>;
+// The scalars of each rule, and its step count.
+using RuleRows = std::pair<std::vector<std::vector<double>>, std::vector<std::int64_t>>;
 
-TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-                 std::vector<std::vector<double>> scalars, Outputs outputs) {
-    const auto [source, target, arrays, numel] = buffer;
-    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars), outputs};
+TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments, RuleRows rules,
+                 Outputs outputs) {
+    const auto [source, target, arrays, numel, format] = buffer;
+    TileStep tile{pointer<const float>(source),    pointer<float>(target), arrays, numel, {}, rule, std::move(rules.first),
+                  outputs, static_cast<StateFormat>(format), std::move(rules.second)};
     tile.segments.reserve(segments.size());
-    for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype] : segments) {
+    for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype, stream, place] : segments) {
         tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), row,
-                                 static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
+                                 static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype), stream, place});
     }
     return tile;
 }
 
-void py_check(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-              std::vector<std::vector<double>> scalars, Outputs outputs) {
-    check_tile(tile_of(rule, buffer, segments, std::move(scalars), outputs));
+void py_check(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments, RuleRows rules,
+              Outputs outputs) {
+    check_tile(tile_of(rule, buffer, segments, std::move(rules), outputs));
 }
 
 void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-             std::vector<std::vector<double>> scalars, Outputs outputs, InstructionSet isa) {
-    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars), outputs);
+             RuleRows rules, Outputs outputs, InstructionSet isa) {
+    const TileStep tile = tile_of(rule, buffer, segments, std::move(rules), outputs);
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
@@ -68,8 +73,9 @@ void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const
 // them its segment begins.
 class SegmentTable {
   public:
-    // buffer_offset, numel, first byte in the gradient and in the output, gradient dtype, output dtype
-    using Row = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t>;
+    // buffer_offset, numel, first byte in the gradient and in the output, gradient dtype, output dtype, stream, place
+    using Row = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::uint64_t,
+                           std::int64_t>;
 
     explicit SegmentTable(std::vector<Row> rows) : rows_(std::move(rows)) {}
 
@@ -86,10 +92,10 @@ class SegmentTable {
         segments.reserve(rows_.size());
         for (std::size_t i = 0; i < rows_.size(); ++i) {
             if (gradients[i] == 0) continue;
-            const auto& [offset, numel, gradient, output, gradient_dtype, output_dtype] = rows_[i];
+            const auto& [offset, numel, gradient, output, gradient_dtype, output_dtype, stream, place] = rows_[i];
             segments.push_back({offset, numel, pointer<const void>(gradients[i] + gradient),
                                 pointer<void>(outputs[i] + output), scalar_rows[i], static_cast<DType>(gradient_dtype),
-                                static_cast<DType>(output_dtype)});
+                                static_cast<DType>(output_dtype), stream, place});
         }
         return segments;
     }
@@ -100,8 +106,8 @@ class SegmentTable {
 
 void py_step_table(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const SegmentTable& table,
                    const std::tuple<std::vector<Address>, std::vector<Address>, std::vector<std::int32_t>>& places,
-                   std::vector<std::vector<double>> scalars, Outputs outputs, InstructionSet isa) {
-    TileStep tile = tile_of(rule, buffer, {}, std::move(scalars), outputs);
+                   RuleRows rules, Outputs outputs, InstructionSet isa) {
+    TileStep tile = tile_of(rule, buffer, {}, std::move(rules), outputs);
     tile.segments = std::apply([&](const auto&... each) { return table.at(each...); }, places);
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
@@ -183,12 +189,12 @@ NB_MODULE(_native, m) {
         .def(nb::init<std::vector<SegmentTable::Row>>(), nb::arg("rows"));
 
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
-    m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
+    m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("rules"),
           nb::arg("outputs"), "The checks of step() alone, which read no memory.");
-    m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
+    m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("rules"),
           nb::arg("outputs"), nb::arg("isa"));
     m.def("step_table", &py_step_table, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("table"),
-          nb::arg("places"), nb::arg("scalars"), nb::arg("outputs"), nb::arg("isa"),
+          nb::arg("places"), nb::arg("rules"), nb::arg("outputs"), nb::arg("isa"),
           "step(), given gradients, outputs and rows of scalars for each row of a SegmentTable.");
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());

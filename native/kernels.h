@@ -13,8 +13,26 @@ namespace longshore {
 
 enum class DType : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 
+// How the states behind the master are kept, as in longshore/kernels/formats.py.
+enum class StateFormat : int32_t { fp32 = 0, bf16 = 1, eight_bit = 2 };
+
+// Elements that share a scale among states of 8 bits: a block of the kernels.
+inline constexpr size_t kScaleBlock = 64;
+
 // The arrays of the largest buffer: master and two moments.
 inline constexpr size_t kMostArrays = 3;
+
+// The states of a span that are not float32. The scales are those of eight_bit, one for
+// each kScaleBlock elements, and a span then has whole blocks.
+struct EncodedStates {
+    StateFormat format;
+    const void* in[kMostArrays - 1];
+    void* out[kMostArrays - 1];
+    const float* scales_in[kMostArrays - 1];
+    float* scales_out[kMostArrays - 1];
+    uint64_t key;    // of the random bits of this parameter's step
+    uint64_t place;  // of the first element in the whole parameter; no span crosses a multiple of 2^32
+};
 
 // A run of consecutive elements of one segment: the same run of each of the
 // buffer's arrays, the master first. Source and target arrays are the same (in
@@ -27,6 +45,7 @@ struct Span {
     void* output;
     size_t numel;
     bool adopt;  // the output holds the parameter: see TileStep
+    EncodedStates states;  // unless its format is fp32, `in` and `out` are the master alone
 };
 
 // Steps one span. `scalars` is one row of a call's rules, rounded to float.

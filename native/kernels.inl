@@ -19,11 +19,11 @@
 namespace longshore {
 namespace {
 
-// Elements of one block. A block is worked on in local arrays: nothing aliases
+// Elements of one block, which is also what shares a scale among states of 8 bits. A block is worked on in local arrays: nothing aliases
 // them, so every compiler makes vector code of the loops below, and the caches
 // see each line once. All of a block is read before any of it is written, which
 // makes in-place use and an output over its own gradient sound.
-constexpr size_t kBlock = 64;
+constexpr size_t kBlock = kScaleBlock;
 
 // The gradient, and the buffer's arrays: the master first.
 template <size_t Arrays>
@@ -101,12 +101,15 @@ LONGSHORE_INLINE void store_arrays(const Block<Arrays>& b, const Span& span, siz
 // which a processor reorders instructions, so that without it the reads of one block
 // wait for the arithmetic of the one before. What is past the end costs nothing.
 constexpr size_t kPrefetchBytes = 1024;
-template <class T>
-LONGSHORE_INLINE void prefetch_later(const T* block) {
+LONGSHORE_INLINE void prefetch_bytes(const void* block, size_t block_bytes) {
     const auto address = reinterpret_cast<uintptr_t>(block) + kPrefetchBytes;
-    for (size_t line = 0; line < kBlock * sizeof(T); line += 64) {
+    for (size_t line = 0; line < block_bytes; line += 64) {
         __builtin_prefetch(reinterpret_cast<const void*>(address + line));
     }
+}
+template <class T>
+LONGSHORE_INLINE void prefetch_later(const T* block) {
+    prefetch_bytes(block, kBlock * sizeof(T));
 }
 
 // Makes each element of `parameter` whose bits are not those of its rounded
@@ -182,8 +185,19 @@ void step_from(const float* s, DType output, const Span& span, bool stream) {
     }
 }
 
+}  // namespace
+}  // namespace longshore
+
+#include "states.inl"
+
+namespace longshore {
+namespace {
+
 template <class Rule>
 void step_by(const float* s, DType gradient, DType output, const Span& span, bool stream) {
+    if constexpr (Rule::kArrays > 1) {
+        if (span.states.format != StateFormat::fp32) return step_encoded<Rule>(s, gradient, output, span, stream);
+    }
     switch (gradient) {
         case DType::none: return;
         case DType::float32: return step_from<Rule, Float32>(s, output, span, stream);

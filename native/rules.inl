@@ -2,7 +2,8 @@
 // order, as in the rule's file in src/longshore/optim/rules/. That file also
 // computes the scalars, whose order is that of its scalars(). Part of kernels.inl.
 //
-// To add a rule, write its struct and list it in kRules.
+// To add a rule, write its struct and list it in kRules. `kNeverNegative` is the one
+// array, if there is any, whose elements are sums of squares.
 #pragma once
 
 namespace longshore {
@@ -11,6 +12,7 @@ namespace {
 template <bool L2>
 struct Adam {
     static constexpr size_t kArrays = 3;
+    static constexpr size_t kNeverNegative = 2;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float scale0 = s[0], scale1 = s[1];
@@ -68,6 +70,7 @@ struct Lion {
 
 struct Adagrad {
     static constexpr size_t kArrays = 2;
+    static constexpr size_t kNeverNegative = 1;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float scale0 = s[0], scale1 = s[1];

@@ -55,6 +55,47 @@ void check_scalars(const TileStep& tile, const RuleEntry& rule) {
                                 " has " + std::to_string(least) + (least == most ? "" : " or " + std::to_string(most)));
 }
 
+std::size_t in_words(std::int64_t numel, std::int64_t per_word) {
+    return static_cast<std::size_t>((numel + per_word - 1) / per_word);
+}
+
+// Words of 4 bytes of one state, without scales.
+std::size_t state_words(const TileStep& tile) {
+    switch (tile.format) {
+        case StateFormat::fp32: return in_words(tile.buffer_numel, 1);
+        case StateFormat::bf16: return in_words(tile.buffer_numel, 2);
+        case StateFormat::eight_bit: return in_words(tile.buffer_numel, 4);
+    }
+    throw std::invalid_argument("states of unknown format " + std::to_string(static_cast<int>(tile.format)));
+}
+
+// Words of the scales of one state.
+std::size_t scale_words(const TileStep& tile) {
+    return tile.format == StateFormat::eight_bit ? in_words(tile.buffer_numel, kScaleBlock) : 0;
+}
+
+std::size_t master_words(const TileStep& tile) {
+    return tile.outputs == Outputs::masters ? 0 : static_cast<std::size_t>(tile.buffer_numel);
+}
+
+std::int64_t states_of(const TileStep& tile) {
+    return tile.buffer_arrays - (tile.outputs == Outputs::masters ? 0 : 1);
+}
+
+std::size_t buffer_bytes(const TileStep& tile) {
+    const std::size_t states = static_cast<std::size_t>(states_of(tile));
+    return sizeof(float) * (master_words(tile) + states * (state_words(tile) + scale_words(tile)));
+}
+
+void check_coding(const TileStep& tile, const Segment& segment, std::size_t index) {
+    if (segment.place < 0) refuse(index, "begins before its parameter does");
+    constexpr auto unit = static_cast<std::int64_t>(kScaleBlock);
+    const std::int64_t unaligned = (segment.buffer_offset | segment.numel | segment.place) % unit;
+    if (tile.format == StateFormat::eight_bit && unaligned != 0) {
+        refuse(index, "does not begin and end with blocks of " + std::to_string(unit) + " elements, as states of 8 bits do");
+    }
+}
+
 void check_table(const TileStep& tile, const RuleEntry& rule) {
     if (tile.buffer_numel < 0) throw std::invalid_argument("a buffer of negative size");
     if (tile.outputs < Outputs::written || tile.outputs > Outputs::masters) {
@@ -69,8 +110,12 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
         check_address(tile.target_buffer, DType::float32, "the target buffer");
     }
     check_scalars(tile, rule);
-    const std::size_t buffer_bytes = sizeof(float) * static_cast<std::size_t>(tile.buffer_arrays * tile.buffer_numel);
-    if (tile.source_buffer != tile.target_buffer && overlap(tile.source_buffer, buffer_bytes, tile.target_buffer, buffer_bytes)) {
+    if (tile.format != StateFormat::fp32 && tile.steps.size() != tile.scalars.size()) {
+        throw std::invalid_argument(std::to_string(tile.scalars.size()) + " rows of scalars with " +
+                                    std::to_string(tile.steps.size()) + " step counts");
+    }
+    const std::size_t num_bytes = buffer_bytes(tile);
+    if (tile.source_buffer != tile.target_buffer && overlap(tile.source_buffer, num_bytes, tile.target_buffer, num_bytes)) {
         throw std::invalid_argument("the source and target buffers overlap without being the same");
     }
     std::int64_t end = 0;
@@ -84,9 +129,12 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
         check_output(segment, i, tile.outputs);
+        check_coding(tile, segment, i);
         end = segment.buffer_offset + segment.numel;
     }
 }
+
+constexpr std::int64_t kPlaces = std::int64_t{1} << 32;
 
 // Not inlined: the compiler knows nothing of float modes, and would be free to
 // move these roundings out of the scope of the caller's StandardFloatMode.
@@ -98,6 +146,25 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
     return scalars;
 }
 
+// The states of one span, which begins at element `at` of the buffer.
+EncodedStates encoded_states(const TileStep& tile, const Segment& segment, std::int64_t begin, std::int64_t at) {
+    EncodedStates found{};
+    found.format = tile.format;
+    found.key = rounding_key(segment.stream, tile.steps[static_cast<std::size_t>(segment.row)]);
+    found.place = static_cast<std::uint64_t>(segment.place + begin);
+    const std::size_t words = state_words(tile), states = static_cast<std::size_t>(states_of(tile));
+    const std::size_t first = static_cast<std::size_t>(at), item = tile.format == StateFormat::bf16 ? 2 : 1;
+    for (std::size_t k = 0; k < states; ++k) {
+        const std::size_t word = master_words(tile) + k * words;
+        found.in[k] = reinterpret_cast<const char*>(tile.source_buffer + word) + first * item;
+        found.out[k] = reinterpret_cast<char*>(tile.target_buffer + word) + first * item;
+        const std::size_t scale = master_words(tile) + states * words + k * scale_words(tile) + first / kScaleBlock;
+        found.scales_in[k] = tile.source_buffer + scale;
+        found.scales_out[k] = tile.target_buffer + scale;
+    }
+    return found;
+}
+
 // Steps elements [begin, begin + count) of one segment.
 void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& rule, const float* scalars,
                std::int64_t begin, std::int64_t count) {
@@ -107,10 +174,16 @@ void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& ru
     const bool own_master = tile.outputs == Outputs::masters;
     if (own_master) span.in[0] = span.out[0] = static_cast<float*>(segment.output) + offset;
     span.arrays = own_master ? 1 : 0;
-    for (std::int64_t k = 0; k < tile.buffer_arrays; ++k, ++span.arrays) {
+    const bool encoded = tile.format != StateFormat::fp32 && states_of(tile) > 0;
+    const std::int64_t floats = !encoded ? tile.buffer_arrays : own_master ? 0 : 1;
+    for (std::int64_t k = 0; k < floats; ++k, ++span.arrays) {
         const std::int64_t row = k * tile.buffer_numel;
         span.in[span.arrays] = tile.source_buffer + row + at;
         span.out[span.arrays] = tile.target_buffer + row + at;
+    }
+    if (encoded) {
+        span.states = encoded_states(tile, segment, begin, at);
+        span.arrays += static_cast<std::size_t>(states_of(tile));
     }
     span.gradient = static_cast<const char*>(segment.gradient) + offset * item_bytes(segment.gradient_dtype);
     if (segment.output_dtype != DType::none) {
@@ -169,16 +242,26 @@ void run_pieces(const TileStep& tile, const RuleEntry& rule, const std::vector<f
         std::size_t index = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), at) - ends.begin());
         for (; at < end; ++index) {
             const Segment& segment = tile.segments[index];
-            const std::int64_t begin = at - (ends[index] - segment.numel);
-            const std::int64_t count = std::min(end, ends[index]) - at;
-            step_span(tile, segment, rule, scalars.data() + static_cast<std::size_t>(segment.row) * rule.scalars, begin,
-                      count);
-            at += count;
+            std::int64_t begin = at - (ends[index] - segment.numel);
+            const float* row = scalars.data() + static_cast<std::size_t>(segment.row) * rule.scalars;
+            for (std::int64_t left = std::min(end, ends[index]) - at; left > 0;) {
+                // The kernels add to the lower half of a place alone.
+                const std::int64_t count = std::min(left, kPlaces - (segment.place + begin) % kPlaces);
+                step_span(tile, segment, rule, row, begin, count);
+                begin += count, left -= count, at += count;
+            }
         }
     });
 }
 
 }  // namespace
+
+std::uint64_t rounding_key(std::uint64_t stream, std::int64_t step) {
+    std::uint64_t x = stream + static_cast<std::uint64_t>(step) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
 
 void check_tile(const TileStep& tile) {
     if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kBaselineKernels.rule_count) {

@@ -22,6 +22,10 @@ struct Segment {
     std::int32_t row;  // of the tile's scalars
     DType gradient_dtype;
     DType output_dtype;
+    // For states that are not float32: the number of the parameter's random bits, and the
+    // place of the first element in the whole parameter.
+    std::uint64_t stream = 0;
+    std::int64_t place = 0;
 };
 
 // What the outputs of a tile hold before the step.
@@ -35,9 +39,10 @@ enum class Outputs : std::int32_t {
     masters = 2,
 };
 
-// A buffer holds `buffer_arrays` float arrays, each `buffer_numel` elements long, one
-// behind the other: the master (unless the outputs are the masters), then the states
-// of the rule.
+// A buffer holds `buffer_arrays` arrays, each `buffer_numel` elements long, one behind the
+// other: the master (unless the outputs are the masters), then the states of the rule,
+// each in whole words of 4 bytes, and behind them the scales of states of 8 bits. All but
+// the states are float.
 struct TileStep {
     const float* source_buffer;
     float* target_buffer;  // the same as source_buffer: in place
@@ -49,7 +54,13 @@ struct TileStep {
     // says; rounded to float once.
     std::vector<std::vector<double>> scalars;
     Outputs outputs = Outputs::written;
+    StateFormat format = StateFormat::fp32;
+    std::vector<std::int64_t> steps;  // the step count of each row, unless the format is fp32
 };
+
+// The key of a parameter's random bits in one step: splitmix64 of the stream, `step`
+// numbers further.
+std::uint64_t rounding_key(std::uint64_t stream, std::int64_t step);
 
 // Throws std::invalid_argument when the table is not one that a tile can have.
 // Reads no memory, so that the addresses may be those of a device.

@@ -9,6 +9,7 @@ cache line and streaming stores find whole lines. The gaps are never read or wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -116,9 +117,10 @@ class MatrixLayout:
                 yield max(begin, offset), min(end, offset + numel), block
 
 
-def align(numel: int) -> int:
-    """Round ``numel`` up to a multiple of :data:`SEGMENT_ALIGNMENT`."""
-    return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+def align(numel: int, unit: int = 1) -> int:
+    """Round ``numel`` up to a multiple of :data:`SEGMENT_ALIGNMENT` and of ``unit``."""
+    multiple = math.lcm(unit, SEGMENT_ALIGNMENT)
+    return -(-numel // multiple) * multiple
 
 
 class TileCount(NamedTuple):
@@ -136,11 +138,12 @@ class TileCount(NamedTuple):
         return tuple(segment.parameter for segment in self.segments)
 
 
-def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileCount, ...]:
+def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, unit: int = 1) -> tuple[TileCount, ...]:
     """Count the tiles of :func:`plan_tiles` without creating each: a parameter of any size adds about two entries at
     most. Arguments and errors are those of :func:`plan_tiles`."""
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
+    tile_numel = max(tile_numel // unit, 1) * unit
     runs: list[TileCount] = []
     segments: list[SegmentLayout] = []
     filled = 0
@@ -176,7 +179,9 @@ def _placed(segments: Sequence[SegmentLayout]) -> Iterator[SegmentLayout]:
         buffer_end += align(segment.numel)
 
 
-def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:
+def plan_tiles(
+    parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0, unit: int = 1
+) -> tuple[TileLayout, ...]:
     """Divide parameters into tiles of ``tile_numel`` elements; the last tile may be smaller.
 
     Args:
@@ -184,13 +189,15 @@ def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_ind
             elements has no segment.
         tile_numel: elements of a tile, at least 1.
         first_index: the index of the first tile.
+        unit: number of elements at whose multiples parameters may be divided. The numbers of elements of all
+            parameters, and of a tile, are then multiples too; a smaller or other tile size is rounded.
 
     Raises:
         ValueError: a negative numel, or a tile size below 1.
     """
     tiles: list[TileLayout] = []
-    for run in count_tiles(parameters, tile_numel):
-        for offset in range(0, run.tiles * tile_numel, tile_numel):
+    for run in count_tiles(parameters, tile_numel, unit):
+        for offset in range(0, run.tiles * run.numel, run.numel):
             segments = tuple(replace(each, parameter_offset=each.parameter_offset + offset) for each in run.segments)
             tiles.append(TileLayout(first_index + len(tiles), segments, run.buffer_numel))
     return tuple(tiles)

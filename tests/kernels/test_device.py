@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Outputs, Rule, Scale, TileSegment
+from longshore.kernels.buffers import EncodedBuffer, block_of, new_buffer
+from longshore.kernels.formats import BLOCK_NUMEL, NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.kernels.reference import checksum, checksums, float32_bytes
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
@@ -21,6 +24,7 @@ from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.muon import UpdateRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
+from tests.kernels.encoded import copy_of, empty_buffer, encoded_buffer, of_all_kinds, same_buffers, step_part
 from tests.kernels.numbers import MOMENTUM_RULES, RULES, awkward, buffer_of, same_bits, written
 from tests.support import sum_of_squares
 
@@ -34,7 +38,7 @@ TABLES: dict[str, tuple[int, Sequence[Rule]]] = {
     "adam": (3, RULES),
     "adam_uncorrected": (3, [replace(rule, bias_correction=False) for rule in RULES]),
     "lion": (2, [LionRule(1e-3, 0.9, 0.99, 0.1), LionRule(0.1, 0.0, 0.5, 0.0, maximize=True)]),
-    "adagrad": (2, [AdagradRule(0.1, 0.01, 1e-10, 0.0, 7), AdagradRule(0.1, 0.0, 1e-40, 0.1, 1, maximize=True)]),
+    "adagrad": (2, [AdagradRule(0.1, 0.01, 1e-10, 0.0, step=7), AdagradRule(0.1, 0.0, 1e-40, 0.1, maximize=True)]),
     "sgd": (1, [SGDRule(0.1, 0.0, 0.0, 0.0, False, True), SGDRule(0.1, 0.0, 0.0, 0.1, False, False, maximize=True)]),
     "momentum": (
         2,
@@ -127,7 +131,7 @@ def test_elements_that_are_not_their_rounded_masters_are_the_masters(
     segments = segments_of(NUMELS, len(rules), dtypes)
     last = segments[-1]
     buffer = buffers(arrays, last.buffer_offset + last.gradient.numel(), 1)
-    for seed, (offset, gradient, output, _) in enumerate(segments):
+    for seed, (offset, gradient, output, *_) in enumerate(segments):
         assert output is not None
         output.copy_(written(buffer[0, offset : offset + gradient.numel()], output.dtype, seed))
     device_segments, found = moved(segments), buffer.to(DEVICE, copy=True)
@@ -186,6 +190,93 @@ def test_a_tile_without_segments_is_not_touched(device: DeviceKernels) -> None:
     buffer = torch.ones(3, 4, device=DEVICE)
     device.step_tile(buffer, buffer, [], [])
     assert buffer.eq(1).all()
+
+
+# --- step_tile, states in other formats ---
+
+FORMATS = (StateFormat.BF16, StateFormat.EIGHT_BIT)
+PLACES = (0, 64 * 5, (1 << 32) - 256, (1 << 33) + 64)
+"""Where segments begin in their parameters; the upper half of a place changes within the third one."""
+
+
+def encoded_segments(format: StateFormat, rules: int, masters: bool) -> list[TileSegment]:
+    """Segments with gaps between them, of all dtypes, from different places; with ``masters``, all have outputs."""
+    outputs = SUPPORTED_DTYPES if masters else (None, *SUPPORTED_DTYPES)
+    dtypes = list(itertools.product(SUPPORTED_DTYPES, outputs))
+    segments, offset = [], 64 if format is StateFormat.EIGHT_BIT else 3
+    for index, (gradient_dtype, output_dtype) in enumerate(dtypes):
+        numel = (*NUMELS, 40, 1)[index] if index < 5 else 70 + index
+        gap = 5
+        if format is StateFormat.EIGHT_BIT:
+            numel, gap = -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL, BLOCK_NUMEL
+        output = None if output_dtype is None else torch.full((numel,), 7.0, dtype=output_dtype)
+        coding = Coding(format, stream_of(3, f"{index}.weight"), PLACES[index % len(PLACES)])
+        # Numbers that are too small for their block's scale.
+        tiny = 10.0 ** -torch.linspace(0, 8, BLOCK_NUMEL).repeat(-(-numel // BLOCK_NUMEL))[:numel]
+        gradient = of_all_kinds(numel, 50 + index)
+        gradient = torch.where(torch.arange(numel) % 3 == 0, gradient * tiny, gradient).to(gradient_dtype)
+        segments.append(TileSegment(offset, gradient, output, index % rules, coding))
+        offset += numel + gap
+    return segments
+
+
+def on_device(buffer: EncodedBuffer) -> EncodedBuffer:
+    return EncodedBuffer(buffer.block.to(DEVICE, copy=True), buffer.format, buffer.own_master, *buffer.shape)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("outputs", [Outputs.WRITTEN, Outputs.COMPARED], ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
+@pytest.mark.parametrize("table", [table for table, (arrays, _) in TABLES.items() if arrays > 1])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_tile_with_encoded_states_equals_the_oracle(
+    device: DeviceKernels, format: StateFormat, table: str, in_place: bool, outputs: Outputs
+) -> None:
+    arrays, rules = TABLES[table]
+    scale, compared = UNSCALED if in_place else SCALE, outputs is Outputs.COMPARED
+    segments = encoded_segments(format, len(rules), masters=compared)
+    numel = segments[-1].buffer_offset + segments[-1].gradient.numel()
+    source = encoded_buffer(format, rules[0], numel + BLOCK_NUMEL, 1)
+    if compared:
+        for seed, (offset, gradient, output, *_) in enumerate(segments):
+            assert output is not None
+            output.copy_(written(source.master[offset : offset + gradient.numel()], output.dtype, seed))
+    expected = copy_of(source) if in_place else empty_buffer(format, arrays - 1, source.shape[1], value=7.0)
+    there = on_device(source)
+    target = there if in_place else on_device(expected)
+    device_segments = moved(segments)
+    device.step_tile(there, target, device_segments, rules, scale, outputs)
+    other_bits = copy_of(expected)
+    for each, found in zip(segments, device_segments, strict=True):
+        parameter = each.output if compared else None
+        masters = step_part(source, expected, each, rules[each.rule], scale, parameter)
+        if each.output is not None:
+            assert found.output is not None
+            assert same_bits(found.output.cpu(), masters.to(each.output.dtype))
+        other = each._replace(coding=each.coding._replace(stream=each.coding.stream + 1))
+        step_part(source, other_bits, other, rules[each.rule], scale, parameter)
+    assert same_buffers(target, expected)
+    assert in_place or same_buffers(there, source)
+    # The comparison is of numbers and of special ones, and of random bits.
+    assert not same_buffers(target, other_bits)
+    for state, name in enumerate(rules[0].states[: arrays - 1]):
+        values = target.decoded(state, slice(0, numel), name in NEVER_NEGATIVE).cpu()
+        assert values.isfinite().float().mean() > 0.5 and (values != 0).float().mean() > 0.4
+        assert values.isnan().any() and values.isinf().any() and (values.abs() < 2.0**-100).any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_encoded_states_equal_the_host_kernels(device: DeviceKernels, host: HostKernels, format: StateFormat) -> None:
+    """After some steps in place, at other step counts each."""
+    _, rules = TABLES["adam"]
+    segments = encoded_segments(format, 1, masters=False)
+    buffer = encoded_buffer(format, rules[0], segments[-1].buffer_offset + segments[-1].gradient.numel(), 5)
+    found = on_device(buffer)
+    for step in (1, 2, 3):
+        rule = [replace(rules[0], step=step)]
+        host.step_tile(buffer, buffer, segments, rule, SCALE)
+        device.step_tile(found, found, moved(segments), rule, SCALE)
+        assert same_buffers(found, buffer)
 
 
 # --- checksums ---
@@ -334,6 +425,11 @@ def segment(on: torch.device, offset: int = 0, numel: int = 10, rule: int = 0, *
     return TileSegment(offset, torch.zeros(numel, device=on), None, rule)._replace(**changes)
 
 
+def encoded_tile(on: torch.device, format: StateFormat, **changes: Any) -> dict[str, Any]:
+    buffer = new_buffer(format, 3, 128, False, lambda words: torch.zeros(words, device=on))
+    return tile(on, **{"source_buffer": buffer, "target_buffer": buffer, **changes})
+
+
 Refused = Callable[[torch.device], dict[str, Any]]
 
 REFUSED: list[Refused] = [
@@ -366,7 +462,7 @@ REFUSED: list[Refused] = [
     lambda on: tile(on, rules=[replace(RULES[0], step=0)]),
     lambda on: tile(
         on,
-        rules=[AdagradRule(0.1, 0.0, 1e-10, 0.0, 0)],
+        rules=[AdagradRule(0.1, 0.0, 1e-10, 0.0, step=0)],
         source_buffer=torch.zeros(2, 4, device=on),
         target_buffer=torch.zeros(2, 4, device=on),
     ),
@@ -374,6 +470,12 @@ REFUSED: list[Refused] = [
     lambda on: tile(on, rules=[LionRule(0.1, 0.9, 0.99, 0.0)]),
     lambda on: tile(on, rules=[SGDRule(0.1, 0.9, 0.0, 0.0, False, False)]),
     lambda on: tile(on, rules=[SGDRule(0.1, 0.0, 0.0, 0.0, False, False)]),
+    lambda on: encoded_tile(on, StateFormat.EIGHT_BIT, segments=[segment(on)]),
+    lambda on: encoded_tile(on, StateFormat.EIGHT_BIT, segments=[segment(on, 32, 64)]),
+    lambda on: encoded_tile(on, StateFormat.EIGHT_BIT, segments=[segment(on, 0, 64, coding=Coding(place=32))]),
+    lambda on: encoded_tile(on, StateFormat.BF16, segments=[segment(on, coding=Coding(place=-1))]),
+    lambda on: encoded_tile(on, StateFormat.BF16, segments=[segment(on, 120)]),
+    lambda on: encoded_tile(on, StateFormat.BF16, source_buffer=torch.zeros(2, 128, device=on)),
 ]
 
 
@@ -386,7 +488,13 @@ def test_step_tile_refuses_what_the_host_kernels_refuse(device: DeviceKernels, h
             kernels.step_tile(**given)
         refusals.append(str(refused.value))
     assert refusals[0] == refusals[1]
-    assert arguments["target_buffer"].eq(0).all()
+    assert block_of(arguments["target_buffer"]).eq(0).all()
+
+
+def test_masters_in_outputs_are_refused(device: DeviceKernels) -> None:
+    buffer, output = torch.zeros(2, 20, device=DEVICE), torch.zeros(10, device=DEVICE)
+    with pytest.raises(ValueError, match="masters of state that is on a device are in its buffers"):
+        device.step_tile(buffer, buffer, [segment(DEVICE, output=output)], RULES[:1], outputs=Outputs.MASTERS)
 
 
 def test_a_refused_table_writes_nothing(device: DeviceKernels) -> None:

@@ -211,7 +211,7 @@ def test_adam_equals_torch_itself(kernels: HostKernels, decoupled: bool) -> None
         gradient = torch.randn(numel) * 10.0 ** torch.empty(numel).uniform_(-6, 2)
         parameter.grad = gradient.clone()
         plain.step()
-        rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, step, decoupled)
+        rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled, step=step)
         kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, None, 0)], [rule])
         state = plain.state[parameter]
         assert torch.equal(buffer, torch.stack([parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])), step
@@ -337,7 +337,7 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel:
     buffer = torch.randn(3, numel) * small
     buffer[2].abs_()
     gradient = torch.randn(numel)
-    rule = AdamRule(1e-42, 0.9, 0.999, 1e-40, 0.0, 1, True)
+    rule = AdamRule(1e-42, 0.9, 0.999, 1e-40, 0.0, True, step=1)
     scale = Scale(small, 1.0)
     expected = stepped_buffer(buffer, gradient, rule, scale)
     summed = buffer + gradient * small

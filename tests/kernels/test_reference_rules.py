@@ -154,7 +154,7 @@ def test_the_sign_of_nothing_and_of_nan() -> None:
 def test_every_rule_scales_one_factor_after_the_other() -> None:
     values, state, gradient, scale = torch.randn(NUMEL), torch.rand(NUMEL), gradient_of(1), Scale(0.7, 1 / 3)
     twice = gradient * torch.tensor(0.7) * torch.tensor(1 / 3)
-    lion, adagrad = LionRule(1e-2, 0.9, 0.99, 0.1), AdagradRule(1e-2, 0.0, 1e-10, 0.1, 3)
+    lion, adagrad = LionRule(1e-2, 0.9, 0.99, 0.1), AdagradRule(1e-2, 0.0, 1e-10, 0.1, step=3)
     sgd = SGDRule(1e-2, 0.9, 0.0, 0.1, nesterov=True, first=False)
     pairs = [
         (rule_step((values, state), gradient, lion, scale), rule_step((values, state), twice, lion)),
@@ -170,7 +170,7 @@ def test_every_rule_scales_one_factor_after_the_other() -> None:
 @pytest.mark.parametrize(("decoupled", "step"), list(itertools.product([True, False], [1, 2, 1000])))
 def test_without_bias_correction_the_moments_count_as_they_are(decoupled: bool, step: int) -> None:
     """At the step counts of a finished warm-up both corrections are 1 to the last bit of a float."""
-    rule = AdamRule(1e-3, 0.9, 0.99, 1e-8, 0.1, step, decoupled, bias_correction=False)
+    rule = AdamRule(1e-3, 0.9, 0.99, 1e-8, 0.1, decoupled, step=step, bias_correction=False)
     buffer = torch.randn(3, NUMEL)
     buffer[2].abs_()
     late = replace(rule, step=10**5, bias_correction=True)

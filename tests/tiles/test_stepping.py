@@ -12,7 +12,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout import plan_tiles
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles.backend import commit_tile
-from longshore.tiles.memory import BufferPool
+from longshore.tiles.memory import BufferKind, BufferPool
 from longshore.tiles.speculation import Pass
 from longshore.tiles.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
 from longshore.transfer import CopyHandle
@@ -57,7 +57,7 @@ def make_tile(spares: BufferPool, dtype: torch.dtype = torch.float32) -> Tile:
     """Three parameters of three groups, in mid-training; the buffer comes from the pool."""
     (layout,) = plan_tiles(NUMELS.items(), 1000)
     tile = Tile(layout, dtype, dtype)
-    tile.buffer = spares.take(layout.buffer_numel)
+    tile.buffer = spares.take(BufferKind(layout.buffer_numel))
     tile.buffer.copy_(torch.randn(tile.buffer.shape))
     tile.buffer[2].abs_()
     return tile
@@ -113,7 +113,7 @@ def speculate(
     tile: Tile, spares: BufferPool, kernels: HostKernels, scale: Scale = UNSCALED
 ) -> tuple[Pass, list[SegmentStep]]:
     steps = steps_for(tile)
-    speculation = Pass(tile, steps, spares.take(tile.layout.buffer_numel), scale)
+    speculation = Pass(tile, steps, spares.take(tile.buffer_kind), scale)
     speculation.run(kernels)
     return speculation, steps
 
@@ -165,7 +165,7 @@ def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
     with pytest.raises(IllegalTransitionError):
         commit_tile(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        Pass(tile, [], BufferPool(3).take(tile.layout.buffer_numel), UNSCALED)
+        Pass(tile, [], BufferPool(3).take(tile.buffer_kind), UNSCALED)
     assert same(state_of(tile), before)
 
 
@@ -204,7 +204,7 @@ def test_kept_is_what_in_place_would_have_given(
     assert same(state_of(tile), state_of(twin))  # with the idle segments carried over
     for step, twin_step in zip(steps, twin_steps, strict=True):
         assert torch.equal(step.output, twin_step.output)
-    assert spares.take(old_buffer.shape[1]) is old_buffer
+    assert spares.take(tile.buffer_kind) is old_buffer
 
 
 def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None:
@@ -258,7 +258,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
     tile.redo(spares)
     assert tile.state is TileState.READY
     assert same(state_of(tile), before)
-    assert spares.take(speculation.source.shape[1]) is speculation.target
+    assert spares.take(tile.buffer_kind) is speculation.target
     commit_tile(tile, steps_for(tile), HALVED, kernels)
     assert same(state_of(tile), expected)
 
@@ -275,7 +275,7 @@ def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> 
     assert not speculation.end(spares)
     assert tile.state is TileState.FILLING
     assert tile.spare is None
-    assert spares.take(speculation.source.shape[1]) is speculation.target
+    assert spares.take(tile.buffer_kind) is speculation.target
     assert same(state_of(tile), before)
     expected = expected_of(tile, {**early, **late})
     commit_tile(tile, steps_for(tile), UNSCALED, kernels)
@@ -304,10 +304,10 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
     old_steps = steps_for(tile)
-    old = Pass(tile, old_steps, spares.take(tile.layout.buffer_numel), UNSCALED)
+    old = Pass(tile, old_steps, spares.take(tile.buffer_kind), UNSCALED)
     complete(tile, late)
     expected = expected_of(tile, {**early, **late})
-    new = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
+    new = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     assert new.target is not old.target
     new.run(kernels)
     old.run(kernels)
@@ -331,7 +331,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     if again:
         # As many arrivals as before, so that only the end of the window tells the versions apart.
         complete(tile, gradients_for(1, 2))
-        Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
+        Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
         assert tile.window == 1 and sum(segment.arrivals for segment in tile.segments.values()) == 2
     assert not speculation.end(spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
@@ -348,7 +348,7 @@ def test_an_arrival_after_stepping_drops_the_spare_buffer(kernels: HostKernels) 
     arrive(tile, gradients_for(1))
     tile.drop_spare(spares)
     assert tile.state is TileState.FILLING and tile.spare is None
-    assert spares.take(speculation.source.shape[1]) is speculation.target
+    assert spares.take(tile.buffer_kind) is speculation.target
     with pytest.raises(IllegalTransitionError):
         tile.keep_spare(spares)
 
@@ -359,7 +359,7 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     with pytest.raises(RuntimeError, match="the kernel failed"):
         speculation.run(Broken(threads=1))
     if speculation.end(spares):
@@ -377,12 +377,12 @@ def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
     spares = BufferPool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     arrive(tile, gradients_for(1))
     if speculation.end(spares):
         tile.redo(spares)
     assert tile.state is TileState.FILLING and tile.spare is None
-    assert spares.take(speculation.source.shape[1]) is speculation.target
+    assert spares.take(tile.buffer_kind) is speculation.target
 
 
 def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
@@ -392,7 +392,7 @@ def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)

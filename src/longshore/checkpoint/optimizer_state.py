@@ -13,7 +13,17 @@ import torch
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
 from longshore.checkpoint.files import checked, checked_entry, checksum
 from longshore.checkpoint.model_state import ModelState, box_of_shard
+from longshore.checkpoint.state_formats import (
+    FORMAT,
+    STATES_SEED,
+    check_format,
+    dtype_in_files,
+    format_entry,
+    read_as,
+    report_conversion,
+)
 from longshore.errors import CheckpointError
+from longshore.kernels import StateFormat
 from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import as_parameter, clear_state, merged_group
@@ -83,13 +93,22 @@ class OptimizerState:
                 "scalars": dict(record.history.scalars),
                 "arrays": _arrays_of(record),
                 "published": not record.changed,
+                **format_entry(record),
                 "entries": dict(handed_out.entries.get(id(record.parameter), {})),
             }
             for name, record in self.records.items()
             if record.has_state or _arrays_of(record) or id(record.parameter) in handed_out.entries
         }
         about = {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
+        if self._states_seed is not None:
+            about[STATES_SEED] = self._states_seed
         return {**about, _MATRICES_ON: device} if (device := self._matrices_on()) else about
+
+    @property
+    def _states_seed(self) -> int | None:
+        """The number on which the random bits of encoded states depend; None: states are float32."""
+        offload = self.optimizer._core.offload
+        return None if offload.state_format is StateFormat.FP32 else offload.states_seed
 
     def _matrices_on(self) -> str | None:
         """Return the type of device on which whole matrices are transformed, to which the bits of their products
@@ -104,7 +123,7 @@ class OptimizerState:
         options = _options_by_name(about)
         found = {}
         for name, record in self.records.items():
-            entry = {key: about["parameters"].get(name, {}).get(key) for key in ("step", "scalars", "arrays")}
+            entry = {key: about["parameters"].get(name, {}).get(key) for key in ("step", "scalars", "arrays", FORMAT)}
             known = {key: repr(options[name].get(key)) for key in self.optimizer.defaults}
             found[name] = {**entry, **known}
             if store.local is store and not record.keeps_shard:
@@ -133,7 +152,11 @@ class OptimizerState:
         read = store.local.read_state if snapshot is None else snapshot.read_range
         found = [
             SavedBoxes(
-                array_name(array, name), torch.float32, tuple(record.shape), boxes, functools.partial(read, key, array)
+                array_name(array, name),
+                (dtype := dtype_in_files(record, array)),
+                tuple(record.shape),
+                boxes,
+                functools.partial(read_as, dtype, read, key, array),
             )
             for record, array, name, key, boxes in ranges
         ]
@@ -257,6 +280,7 @@ class OptimizerState:
                 "the run goes on, with other last bits than there, since products of matrices have others",
                 stacklevel=2,
             )
+        report_conversion(about, among, self.records, self._states_seed)
         for name, source in among.items():
             entry = about["parameters"].get(source)
             if entry is None:
@@ -287,12 +311,15 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
             checked(name, str, f"{where}: a parameter of a group")
     if _MATRICES_ON in content:
         checked_entry(content, _MATRICES_ON, str, where)
+    if STATES_SEED in content:
+        checked_entry(content, STATES_SEED, int, where)
     if "others" in content:
         checked_entry(content, "others", dict, where)
     for name, about in checked_entry(content, "parameters", dict, where).items():
         at = f"{where}: {name}"
         if "entries" in checked(about, dict, at):
             checked_entry(about, "entries", dict, at)
+        check_format(about, at)
         if (step := checked_entry(about, "step", int, at)) > 2**53:
             raise CheckpointError(f"{at} has made {step} steps, more than can be counted")
         for key, value in checked_entry(about, "scalars", dict, at).items():

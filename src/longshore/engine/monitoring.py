@@ -26,7 +26,7 @@ from longshore.accelerator import Stopwatch, accelerator_type
 from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.ranks import Ranks
-from longshore.kernels import TileSegment
+from longshore.kernels import Buffer, TileSegment, element_bytes
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import Recorder
 from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
@@ -196,10 +196,10 @@ class Meter(Recorder):
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         return
 
-    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         if buffer.device.type == "cpu":  # otherwise a kernel was only enqueued, and its time is not known
             took_ns = time.perf_counter_ns() - begin_ns
-            num_bytes = 2 * buffer.shape[0] * buffer.element_size() * sum(row.gradient.numel() for row in rows)
+            num_bytes = round(2 * element_bytes(buffer) * sum(row.gradient.numel() for row in rows))
             self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
     def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:

@@ -15,17 +15,45 @@ from longshore.kernels.base import (
     TorchRule,
     total_of_blocks,
 )
+from longshore.kernels.buffers import (
+    Buffer,
+    EncodedBuffer,
+    block_of,
+    copy_elements,
+    element_bytes,
+    float32_arrays,
+    format_of,
+    master_of,
+    new_buffer,
+    read_state,
+    take_arrays,
+    write_state,
+    zero_elements,
+)
 from longshore.kernels.device import DeviceKernels, Kernels, block_sums_on, checksums_on
+from longshore.kernels.formats import (
+    FLOAT32_STATES,
+    NEVER_NEGATIVE,
+    Coding,
+    StateFormat,
+    parse_state_format,
+    stream_of,
+)
 from longshore.kernels.host import HostKernels
 from longshore.kernels.newton_schulz import newton_schulz, newton_schulz_bytes
 from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
 
 __all__ = [
+    "FLOAT32_STATES",
+    "NEVER_NEGATIVE",
     "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",
     "UNSCALED",
+    "Buffer",
+    "Coding",
     "DeviceKernels",
+    "EncodedBuffer",
     "HostKernels",
     "HostRule",
     "InstructionSet",
@@ -36,15 +64,29 @@ __all__ = [
     "Rule",
     "Scale",
     "SegmentTable",
+    "StateFormat",
     "TileSegment",
     "TorchRule",
+    "block_of",
     "block_sums_on",
     "checksums_on",
+    "copy_elements",
+    "element_bytes",
+    "float32_arrays",
+    "format_of",
+    "master_of",
+    "new_buffer",
     "newton_schulz",
     "newton_schulz_bytes",
     "next_scalars",
+    "parse_state_format",
+    "read_state",
+    "stream_of",
     "supported_instruction_sets",
+    "take_arrays",
     "torch_options",
     "total_of_blocks",
     "usable_cpus",
+    "write_state",
+    "zero_elements",
 ]

@@ -17,24 +17,24 @@ class ThreadPool:
 
 def supported_instruction_sets() -> list[InstructionSet]: ...
 
-_Buffer = tuple[int, int, int, int]
-_Segments = Sequence[tuple[int, int, int, int, int, int, int]]
-_Scalars = Sequence[Sequence[float]]
+_Buffer = tuple[int, int, int, int, int]
+_Segments = Sequence[tuple[int, int, int, int, int, int, int, int, int]]
+_Rules = tuple[Sequence[Sequence[float]], Sequence[int]]
 
 def rules() -> list[str]: ...
-def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, outputs: Outputs) -> None: ...
+def check(rule: int, buffer: _Buffer, segments: _Segments, rules: _Rules, outputs: Outputs) -> None: ...
 def step(
     pool: ThreadPool,
     rule: int,
     buffer: _Buffer,
     segments: _Segments,
-    scalars: _Scalars,
+    rules: _Rules,
     outputs: Outputs,
     isa: InstructionSet,
 ) -> None: ...
 
 class SegmentTable:
-    def __init__(self, rows: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, int, int, int, int]]) -> None: ...
 
 def step_table(
     pool: ThreadPool,
@@ -42,7 +42,7 @@ def step_table(
     buffer: _Buffer,
     table: SegmentTable,
     places: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    scalars: _Scalars,
+    rules: _Rules,
     outputs: Outputs,
     isa: InstructionSet,
 ) -> None: ...

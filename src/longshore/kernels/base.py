@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.kernels.formats import FLOAT32_STATES, Coding
+
 
 class Scale(NamedTuple):
     """Factors by which gradients are multiplied in float32: ``first``, then ``second``.
@@ -29,8 +31,8 @@ UNSCALED = Scale()
 class Rule(ABC):
     """The hyper-parameters of one parameter group, for parameters at one step count.
 
-    A subclass is a frozen dataclass with the hyper-parameters as fields. A field ``step`` is the count after this step,
-    1 for the first. It is an argument of every call: the kernels keep no state, so the counts of tiles cannot differ.
+    A subclass is a frozen dataclass with the hyper-parameters as fields. ``step`` is the count after this step, 1 for
+    the first. It is an argument of every call: the kernels keep no state, so the counts of tiles cannot differ.
     """
 
     name: ClassVar[str]
@@ -46,6 +48,7 @@ class Rule(ABC):
     """Whether outputs get the last array that ``update`` returns, which no buffer has, and not the master."""
 
     maximize: bool = field(default=False, kw_only=True)
+    step: int = field(default=1, kw_only=True)
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
@@ -117,13 +120,15 @@ class TileSegment(NamedTuple):
     """One row of a tile's table.
 
     ``gradient`` is a flat, contiguous tensor; ``output`` is another one of as many elements, a view of the gradient's
-    memory, or None. ``buffer_offset`` counts elements; ``rule`` is an index into the rules of the call.
+    memory, or None. ``buffer_offset`` counts elements; ``rule`` is an index into the rules of the call. ``coding`` says
+    with which random bits states that are not float32 are rounded.
     """
 
     buffer_offset: int
     gradient: Tensor
     output: Tensor | None
     rule: int
+    coding: Coding = FLOAT32_STATES
 
 
 NORM_BLOCK_NUMEL = 1 << 16

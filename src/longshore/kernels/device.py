@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels._native import Outputs
 from longshore.kernels.base import NORM_BLOCK_NUMEL, UNSCALED, HostRule, Rule, Scale, TileSegment
-from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native_tile
+from longshore.kernels.buffers import Buffer, block_of, format_of
+from longshore.kernels.formats import StateFormat, rounding_key
+from longshore.kernels.host import HostKernels, NativeTile, checked_pair, dtype_code, native_tile
 from longshore.kernels.reference import checksums, float32_bytes, sums_of_squares
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -58,8 +60,8 @@ class DeviceKernels:
 
     def step_tile(
         self,
-        source_buffer: Tensor,
-        target_buffer: Tensor,
+        source_buffer: Buffer,
+        target_buffer: Buffer,
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
@@ -67,41 +69,27 @@ class DeviceKernels:
     ) -> None:
         tile = native_tile(source_buffer, target_buffer, segments, rules, scale, outputs, self._address)
         _native.check(*tile, outputs)
+        if outputs is Outputs.MASTERS:
+            raise ValueError("the masters of state that is on a device are in its buffers, and outputs are copies")
         if not tile.rows:
             return
-        assert isinstance(rules[0], Rule)
-        buffer_arrays, buffer_numel = source_buffer.shape
+        rule = rules[0]
+        assert isinstance(rule, Rule)
+        states = rule.states[: source_buffer.shape[0] - 1]
         blocks = [-(-row[1] // self._triton.BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
-        scalars = _float32_rows(tile.scalars)
-        table = [
-            (
-                offset,
-                numel,
-                gradient,
-                gradient_dtype,
-                output,
-                output_dtype,
-                rule * scalars.shape[1],
-                first,
-                buffer_numel,
-            )
-            for (offset, numel, gradient, output, rule, gradient_dtype, output_dtype), first in zip(
-                tile.rows, firsts, strict=False
-            )
-        ]
         owners = torch.repeat_interleave(torch.tensor(blocks))
         with self._current():
             self._triton.step_tile[(firsts[-1],)](
-                source_buffer,
-                target_buffer,
-                self._upload(torch.tensor(table, dtype=torch.int64)),
+                block_of(source_buffer),
+                block_of(target_buffer),
+                self._upload(torch.tensor(list(_table(tile, firsts)), dtype=torch.int64)),
                 self._upload(owners),
-                self._upload(scalars),
-                self._triton.device_function(type(rules[0]).update),
-                buffer_arrays,
+                self._upload(_float32_rows(tile.rules[0])),
+                self._triton.device_function(type(rule).update),
+                *self._triton.state_codes(states, format_of(source_buffer)),
                 outputs is Outputs.COMPARED,
-                rules[0].outputs_last,
+                rule.outputs_last,
                 **_PASS,
             )
 
@@ -241,6 +229,17 @@ def _triton_rules(device: torch.device) -> ModuleType:
         mode = "in Triton's interpreter (TRITON_INTERPRET is set)" if triton_rules.INTERPRETED else "compiled"
         raise ValueError(f"the kernels run {mode}, so their tensors are on {runs_on}, not on {device}")
     return triton_rules
+
+
+def _table(tile: NativeTile, firsts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Return the columns, which triton_rules.py names, of each segment; ``firsts`` are their first programs."""
+    scalar_rows, steps = tile.rules
+    *_, buffer_numel, format = tile.buffer
+    for row, first in zip(tile.rows, firsts, strict=False):
+        offset, numel, gradient, output, rule, gradient_dtype, output_dtype, stream, place = row
+        memory = offset, numel, gradient, gradient_dtype, output, output_dtype
+        key = rounding_key(stream, steps[rule]) if format != StateFormat.FP32.code else 0
+        yield *memory, rule * len(scalar_rows[rule]), first, buffer_numel, key & 0xFFFFFFFF, key >> 32, place
 
 
 def _float32_rows(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable
 from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
+from longshore.kernels.buffers import Buffer, block_of, format_of
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
 from longshore.machine.binding import binding_of
@@ -60,8 +61,8 @@ class HostKernels:
 
     def step_tile(
         self,
-        source_buffer: Tensor,
-        target_buffer: Tensor,
+        source_buffer: Buffer,
+        target_buffer: Buffer,
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
@@ -72,7 +73,8 @@ class HostKernels:
         Args:
             source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD has none
                 if no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows). Without the master if
-                the outputs are the masters.
+                the outputs are the masters. Or an :class:`EncodedBuffer` of these arrays, whose states are decoded, and
+                encoded behind the step.
             target_buffer: the same tensor (in place), or another that does not overlap it; elements outside the
                 segments are not written.
             segments: in order of ``buffer_offset``, not overlapping.
@@ -89,6 +91,8 @@ class HostKernels:
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
             check_buffers(source_buffer, target_buffer)
+            if not isinstance(source_buffer, Tensor) or not isinstance(target_buffer, Tensor):
+                raise ValueError(f"torch steps float32 states, not {format_of(source_buffer).value}")
             step_by_torch(source_buffer, target_buffer, segments, torchs, scale, outputs)
             return
         tile = native_tile(source_buffer, target_buffer, segments, rules, scale, outputs, _address)
@@ -96,7 +100,7 @@ class HostKernels:
 
     def step_table(
         self,
-        buffer: Tensor,
+        buffer: Buffer,
         table: SegmentTable,
         places: tuple[Sequence[int], Sequence[int], Sequence[int]],
         rules: Sequence[HostRule],
@@ -106,10 +110,10 @@ class HostKernels:
         """Step the segments of one tile in place, as :meth:`step_tile` does. For each row of ``table``, ``places`` has
         the address of the gradient (0: the segment is not stepped), the address of the output, and the rule."""
         check_buffers(buffer, buffer)
-        address, (buffer_arrays, buffer_numel) = _address(buffer), buffer.shape
-        entry, scalars = _scalars_of(rules, buffer_arrays, scale, outputs)
-        row = address, address, buffer_arrays, buffer_numel
-        _native.step_table(self._pool, entry, row, table, places, scalars, outputs, self.instruction_set)
+        address, (buffer_arrays, buffer_numel) = _address(block_of(buffer)), buffer.shape
+        entry, rows = _rows_of(rules, buffer_arrays, scale, outputs)
+        row = address, address, buffer_arrays, buffer_numel, format_of(buffer).code
+        _native.step_table(self._pool, entry, row, table, places, rows, outputs, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -161,17 +165,18 @@ class NativeTile(NamedTuple):
 
     entry: int
     """Index of the rule in ``native/rules.inl``."""
-    buffer: tuple[int, int, int, int]
-    """Addresses of the source and of the target, number of arrays, elements of each array."""
-    rows: list[tuple[int, int, int, int, int, int, int]]
-    """For each segment: buffer offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
-    scalars: list[tuple[float, ...]]
-    """For each rule: the two factors of the gradient, and the rule's own scalars."""
+    buffer: tuple[int, int, int, int, int]
+    """Addresses of the source and of the target, number of arrays, elements of each array, format of the states."""
+    rows: list[tuple[int, int, int, int, int, int, int, int, int]]
+    """For each segment: buffer offset, elements, gradient, output, rule, the dtypes of gradient and output, and stream
+    and place of its coding."""
+    rules: tuple[list[tuple[float, ...]], list[int]]
+    """For each rule: the two factors of the gradient, and the rule's own scalars; and its step count."""
 
 
 def native_tile(
-    source_buffer: Tensor,
-    target_buffer: Tensor,
+    source_buffer: Buffer,
+    target_buffer: Buffer,
     segments: Sequence[TileSegment],
     rules: Sequence[HostRule],
     scale: Scale,
@@ -185,25 +190,27 @@ def native_tile(
     """
     check_buffers(source_buffer, target_buffer)
     buffer_arrays, buffer_numel = source_buffer.shape
-    entry, scalars = _scalars_of(rules, buffer_arrays, scale, outputs)
+    entry, rule_rows = _rows_of(rules, buffer_arrays, scale, outputs)
     rows = []
-    for buffer_offset, gradient, output, rule in segments:
+    for buffer_offset, gradient, output, rule, coding in segments:
         numel = gradient.numel()
         target, target_code = 0, 0
         if output is not None:
             if output.numel() != numel:
                 raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
             target, target_code = address(output), dtype_code(output)
-        rows.append((buffer_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
-    buffer = address(source_buffer), address(target_buffer), buffer_arrays, buffer_numel
-    return NativeTile(entry, buffer, rows, scalars)
+        codes = dtype_code(gradient), target_code
+        rows.append((buffer_offset, numel, address(gradient), target, rule, *codes, coding.stream, coding.place))
+    source, target = address(block_of(source_buffer)), address(block_of(target_buffer))
+    buffer = source, target, buffer_arrays, buffer_numel, format_of(source_buffer).code
+    return NativeTile(entry, buffer, rows, rule_rows)
 
 
-def _scalars_of(
+def _rows_of(
     rules: Sequence[HostRule], buffer_arrays: int, scale: Scale, outputs: Outputs
-) -> tuple[int, list[tuple[float, ...]]]:
-    """Return :attr:`NativeTile.entry` and :attr:`NativeTile.scalars`."""
-    scalars = []
+) -> tuple[int, tuple[list[tuple[float, ...]], list[int]]]:
+    """Return :attr:`NativeTile.entry` and :attr:`NativeTile.rules`."""
+    scalars, steps = [], []
     kinds = {type(rule) for rule in rules}
     if len(kinds) > 1:
         raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
@@ -216,22 +223,25 @@ def _scalars_of(
         if not least <= buffer_arrays <= most:
             known = f"{least}" if least == most else f"{least} or {most}"
             raise ValueError(f"a buffer of {buffer_arrays} arrays, and {name} has {known}")
-        if getattr(rule, "step", 1) < 1:
+        if rule.step < 1:
             raise ValueError("a step count below 1")
+        steps.append(rule.step)
         scalars.append((-scale.first if rule.maximize else scale.first, scale.second, *rule.scalars))
     if name not in _ENTRIES:
         raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
-    return _ENTRIES[name], scalars
+    return _ENTRIES[name], (scalars, steps)
 
 
-def check_buffers(source_buffer: Tensor, target_buffer: Tensor) -> None:
+def check_buffers(source_buffer: Buffer, target_buffer: Buffer) -> None:
     for buffer in (source_buffer, target_buffer):
-        if buffer.dtype != torch.float32 or buffer.dim() != 2:
+        if isinstance(buffer, Tensor) and (buffer.dtype != torch.float32 or buffer.dim() != 2):
             raise ValueError(
                 f"a buffer is float32 [buffer_arrays, buffer_numel], not {buffer.dtype} {list(buffer.shape)}"
             )
-    if source_buffer.shape != target_buffer.shape:
+    if source_buffer.shape != target_buffer.shape or source_buffer.nbytes != target_buffer.nbytes:
         raise ValueError("source and target buffers differ in size")
+    if format_of(source_buffer) is not format_of(target_buffer):
+        raise ValueError("source and target buffers differ in the format of their states")
 
 
 def checked_pair(target: Tensor, source: Tensor, address: Callable[[Tensor], int]) -> tuple[int, int, int, int]:

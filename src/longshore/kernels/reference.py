@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.base import UNSCALED, Rule, Scale
+from longshore.kernels.buffers import EncodedBuffer
+from longshore.kernels.formats import NEVER_NEGATIVE, Coding, random_bits, rounding_key
 
 CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
 """Odd factor of :func:`checksum`, also in triton_rules.py."""
@@ -155,13 +157,43 @@ def rule_output(
     return _updated(arrays, gradient, rule, scale, parameter)[-1 if rule.outputs_last else 0]
 
 
+def encoded_step(
+    buffer: EncodedBuffer,
+    gradient: Tensor,
+    rule: Rule,
+    coding: Coding,
+    scale: Scale = UNSCALED,
+    parameter: Tensor | None = None,
+) -> tuple[EncodedBuffer, Tensor]:
+    """Return the buffer after one step by any rule, and the new master; the arguments are those of :func:`rule_step`.
+
+    The states are decoded, and the new ones encoded with the random bits of ``coding``, after the new master was
+    computed from them in float32. A float32 ``parameter`` is the master of a buffer without one.
+    """
+    numel = gradient.numel()
+    names = rule.states[: buffer.shape[0] - (not buffer.own_master)]
+    everything = slice(0, numel)
+    states = [buffer.decoded(state, everything, name in NEVER_NEGATIVE) for state, name in enumerate(names)]
+    old = parameter if buffer.own_master and parameter is not None else buffer.master
+    compared = None if buffer.own_master else parameter
+    master, *after = rule_step([old, *states], gradient, rule, scale, compared)
+    stepped = EncodedBuffer(buffer.block.clone(), buffer.format, buffer.own_master, *buffer.shape)
+    if not buffer.own_master:
+        stepped.master.copy_(master)
+    random = random_bits(rounding_key(coding.stream, rule.step), coding.place, numel)
+    for state, (name, values) in enumerate(zip(names, after, strict=True)):
+        bits = random & 0xFFFF if state == 0 else random >> 16
+        stepped.encode(state, everything, name in NEVER_NEGATIVE, values, bits)
+    return stepped, master
+
+
 def _updated(
     arrays: Sequence[Tensor] | Tensor, gradient: Tensor, rule: Rule, scale: Scale, parameter: Tensor | None
 ) -> tuple[Tensor, ...]:
     most = 1 + len(rule.states)
     if not most - rule.optional_states <= len(arrays) <= most:
         raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {most}, {rule.optional_states} of them optional")
-    if getattr(rule, "step", 1) < 1:
+    if rule.step < 1:
         raise ValueError("a step count below 1")
     first, second = _float32(-scale.first if rule.maximize else scale.first), _float32(scale.second)
     scalars = [_float32(value) for value in rule.scalars]

@@ -105,7 +105,7 @@ def step_by_torch(
     torch.set_num_threads(1)
     try:
         steppers = [_Stepper(rule, step_numel) for rule in rules]
-        for begin, gradient, output, rule in segments:
+        for begin, gradient, output, rule, _ in segments:
             elements = slice(begin, begin + gradient.numel())
             if source_buffer is not target_buffer:
                 target_buffer[:, elements] = source_buffer[:, elements]

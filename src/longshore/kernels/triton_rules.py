@@ -6,12 +6,14 @@ an addition into one operation that rounds once, unless a kernel is launched wit
 round to nearest even. None of these flushes denormals.
 
 A tensor is passed as its address, an int64, and the code of its dtype. Each kernel is thus compiled once for any mix of
-dtypes in a tile; the branch on the dtype is the same for all elements of a program.
+dtypes in a tile; the branch on the dtype is the same for all elements of a program. The codes of a tile's states are
+constants, so a step with states of another format is compiled by itself.
 """
 
 # Triton compiles the source of these functions: what pyright takes for plain Python values are blocks of elements.
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 import builtins
 import functools
@@ -20,15 +22,29 @@ import types
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(0)
-FLOAT32 = tl.constexpr(1)
-BFLOAT16 = tl.constexpr(2)
-FLOAT16 = tl.constexpr(3)
-"""Codes of dtypes, as in the native kernels."""
+from longshore.kernels.formats import NEVER_NEGATIVE, StateFormat
+from longshore.kernels.triton_formats import (
+    BFLOAT16,
+    BLOCK,
+    FLOAT16,
+    FLOAT32,
+    NONE,
+    SIGNED,
+    UNSIGNED,
+    bits_of,
+    load_float,
+    load_state,
+    random_bits,
+    round_to_bfloat16,
+    round_to_float16,
+    store_rounded,
+    store_state,
+)
 
-SEGMENT_COLUMNS = tl.constexpr(9)
-"""int64 columns of a tile's table: buffer offset, elements, gradient and its dtype, output and its
-dtype, offset of the rule's scalars, first program of the segment, elements of each array of the buffer."""
+SEGMENT_COLUMNS = tl.constexpr(12)
+"""int64 columns of a tile's table: buffer offset, elements, gradient and its dtype, output and its dtype, offset of the
+rule's scalars, first program of the segment, elements of each array of the buffer, lower and upper half of the rounding
+key, place in the parameter."""
 
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
@@ -42,85 +58,8 @@ CHECKSUM_FACTOR = tl.constexpr(0x1E3779B97F4A7C15)
 CHECKSUM_BLOCKS = tl.constexpr(64)
 """Number of blocks of one parameter that one program adds up."""
 
-BLOCK = tl.constexpr(1024)
-"""Number of elements that one program steps or copies."""
 NORM_LANES = tl.constexpr(16)
 NORM_UNROLL = tl.constexpr(8)
-
-
-# Conversions between float32 and bfloat16 or float16, with the integer arithmetic of native/convert.h: a GPU's own
-# conversions change the bits of a NaN, so that the parameter would no longer be its rounded master.
-
-
-@triton.jit
-def bits_of(x):
-    return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def float_of(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def widen_bfloat16(bits):
-    return float_of(bits.to(tl.uint32) << 16)
-
-
-@triton.jit
-def round_to_bfloat16(x):
-    u = bits_of(x)
-    rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
-    quiet_nan = (u >> 16) | 0x40
-    return tl.where((u & 0x7FFFFFFF) > 0x7F800000, quiet_nan, rounded).to(tl.uint16)
-
-
-@triton.jit
-def widen_float16(bits):
-    u = bits.to(tl.uint32)
-    sign = (u & 0x8000) << 16
-    magnitude = u & 0x7FFF
-    # Re-bias the exponent by 112; infinity and NaN (exponent 31) by 224.
-    normal = (magnitude << 13) + tl.where(magnitude >= 0x7C00, 0x70000000, 0x38000000).to(tl.uint32)
-    subnormal = bits_of(magnitude.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08)  # 2**-24: exact
-    return float_of(sign | tl.where(magnitude < 0x400, subnormal, normal))
-
-
-@triton.jit
-def round_to_float16(x):
-    u = bits_of(x)
-    sign = (u >> 16) & 0x8000
-    magnitude = u & 0x7FFFFFFF
-    normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    # The unit in the last place of the float32 0.5 is the smallest float16, so the addition rounds to it.
-    subnormal = bits_of(float_of(magnitude) + 0.5) - 0x3F000000
-    special = tl.where(magnitude > 0x7F800000, 0x7E00 | ((magnitude >> 13) & 0x3FF), 0x7C00)
-    result = tl.where(magnitude < 0x38800000, subnormal, normal)
-    result = tl.where(magnitude >= 0x47800000, special, result)
-    return (sign | result).to(tl.uint16)
-
-
-@triton.jit
-def load_float(address, at, mask, dtype):
-    """Load elements as float32; masked ones are zero."""
-    if dtype == FLOAT32:
-        values = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask, other=0.0)
-    elif dtype == BFLOAT16:
-        values = widen_bfloat16(tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask, other=0))
-    else:
-        values = widen_float16(tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask, other=0))
-    return values
-
-
-@triton.jit
-def store_rounded(address, at, values, mask, dtype):
-    """Store elements rounded to nearest even, keeping NaN; store nothing if the dtype is NONE."""
-    if dtype == FLOAT32:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask)
-    elif dtype == BFLOAT16:
-        tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_bfloat16(values), mask)
-    elif dtype == FLOAT16:
-        tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_float16(values), mask)
 
 
 @triton.jit
@@ -181,6 +120,14 @@ def device_function(update):
     return jit(types.FunctionType(update.__code__, scope, update.__name__))
 
 
+def state_codes(states, format):
+    """Return the arguments ``FIRST`` and ``SECOND`` of :func:`step_tile` for a buffer that has the named states."""
+    codes = {StateFormat.FP32: FLOAT32, StateFormat.BF16: BFLOAT16, StateFormat.EIGHT_BIT: SIGNED}
+    squares = UNSIGNED if format is StateFormat.EIGHT_BIT else codes[format]
+    found = [squares if name in NEVER_NEGATIVE else codes[format] for name in states]
+    return [code.value for code in (*found, NONE, NONE)[:2]]
+
+
 @triton.jit
 def step_tile(
     source_buffer,
@@ -189,41 +136,45 @@ def step_tile(
     owners,
     scalar_rows,
     UPDATE: tl.constexpr,
-    BUFFER_ARRAYS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     ADOPT: tl.constexpr,
     OUTPUT_LAST: tl.constexpr,
 ):
-    """Step a tile; each program steps one block of one segment.
+    """Step a tile; each program steps one block of one segment. ``FIRST`` and ``SECOND`` are the codes of the buffer's
+    states, or NONE.
 
     A program reads all values of an element before it writes any, so a step may be in place or overwrite its gradient.
     """
+    STATES: tl.constexpr = 1 if SECOND == NONE else 2
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * SEGMENT_COLUMNS
-    buffer_offset = tl.load(row)
-    numel = tl.load(row + 1)
     stride = tl.load(row + 8)
     scalars = scalar_rows + tl.load(row + 6)  # the gradient's two factors, and the rule's own
-    at = (program - tl.load(row + 7)) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < numel
-    source = source_buffer + buffer_offset + at
-    target = target_buffer + buffer_offset + at
+    begin = (program - tl.load(row + 7)) * BLOCK
+    count = tl.load(row + 1) - begin
+    at = begin + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < count
+    begin += tl.load(row)  # in the buffer
     g = load_float(tl.load(row + 2), at, mask, tl.load(row + 3))
     g = g * tl.load(scalars) * tl.load(scalars + 1)
-    p = tl.load(source, mask, other=0.0)
+    p = tl.load(source_buffer + begin + tl.arange(0, BLOCK), mask, other=0.0)
     if ADOPT:
         p, _ = adopted(p, tl.load(row + 4), at, mask, tl.load(row + 5))
     first = g  # stands for a state that the buffer does not have
-    if BUFFER_ARRAYS > 1:
-        first = tl.load(source + stride, mask, other=0.0)
-    if BUFFER_ARRAYS > 2:
-        second = tl.load(source + 2 * stride, mask, other=0.0)
+    if FIRST != NONE:
+        first = load_state(source_buffer, stride, begin, count, 0, STATES, FIRST)
+    # Where states are float32, nothing reads these bits, and the compiler leaves them out.
+    random = random_bits(tl.load(row + 9).to(tl.uint32), tl.load(row + 10).to(tl.uint32), tl.load(row + 11) + at)
+    if SECOND != NONE:
+        second = load_state(source_buffer, stride, begin, count, 1, STATES, SECOND)
         p, first, second = UPDATE(scalars + 2, g, p, first, second)
-        tl.store(target + 2 * stride, second, mask)
+        store_state(target_buffer, stride, begin, count, second, random, 1, STATES, SECOND)
     else:
         p, first = UPDATE(scalars + 2, g, p, first)
-    tl.store(target, p, mask)
-    if BUFFER_ARRAYS > 1:
-        tl.store(target + stride, first, mask)
+    tl.store(target_buffer + begin + tl.arange(0, BLOCK), p, mask)
+    if FIRST != NONE:
+        store_state(target_buffer, stride, begin, count, first, random, 0, STATES, FIRST)
     if OUTPUT_LAST:
         p = first
     store_rounded(tl.load(row + 4), at, p, mask, tl.load(row + 5))

@@ -51,6 +51,7 @@ class OptimizerCore:
         offload: StoreFactory,
         release_gradients: bool,
     ) -> None:
+        family.encode_states(offload.state_format)
         # These are fixed.
         self.family = family
         self.offload = offload

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, OneElement, Rule, TorchRule, next_scalars, torch_options
+from longshore.kernels import HostRule, OneElement, Rule, StateFormat, TorchRule, next_scalars, torch_options
 from longshore.layout import MatrixLayout
 
 
@@ -135,6 +135,9 @@ class RuleFamily:
     matrix_state: ClassVar[str | None] = None
     """The one state of parameters that are matrices; None: this family has none."""
 
+    encodable: ClassVar[bool] = True
+    """Whether the states may be in another format than float32."""
+
     layout_options: ClassVar[tuple[str, ...]] = ()
     """Options that say how a parameter is laid out. They are the optimizer's own, never those of a loaded state."""
 
@@ -149,6 +152,21 @@ class RuleFamily:
         """Return how a parameter of this group and shape is divided into matrices; None: its elements are stepped one
         by one. Raise ValueError, with a message that follows the parameter's name, if it cannot be stepped."""
         return None
+
+    def encode_states(self, format: StateFormat) -> None:
+        """Prepare for states in this format: the step count, on which random bits depend, is then part of each state.
+
+        Raises:
+            ValueError: they cannot be in this format.
+        """
+        if format is StateFormat.FP32:
+            return
+        if not self.encodable:
+            raise ValueError(
+                f"states={format.value!r} is for Adam, AdamW, Lion, SGD with momentum and Adagrad, and this optimizer "
+                "has other states, which stay float32: leave states out"
+            )
+        self.keeps_step = True
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
@@ -278,6 +296,8 @@ class TorchFamily(RuleFamily):
     Args:
         kind: the optimizer's name in ``torch.optim``; one of :data:`ELEMENTWISE`.
     """
+
+    encodable = False
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
-from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.kernels import (
+    FLOAT32_STATES,
+    Coding,
+    DeviceKernels,
+    HostKernels,
+    Kernels,
+    StateFormat,
+    parse_state_format,
+    stream_of,
+)
 from longshore.layout import default_tile_numel
-from longshore.optim.shards import flat, held_part
+from longshore.optim.shards import first_element, flat, held_part, is_sharded
+from longshore.optim.wrapped_names import unwrapped
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import DirectTransfer, ResidentTransfer, SimulatedTransfer, Transfer, transfer_for
 
@@ -37,6 +47,22 @@ class StoreFactory(ABC):
     def leaves_on_device(self) -> bool:
         """Whether any of the state stays where the parameters are."""
 
+    states_seed: int = 0
+    """Number on which the random bits depend with which encoded states are rounded."""
+
+    @property
+    def state_format(self) -> StateFormat:
+        """Format of the states, as far as a parameter's shape allows it."""
+        return StateFormat.FP32
+
+    def coding_of(self, name: str, parameter: Tensor) -> Coding:
+        """Return how the states of a parameter, or of this process's shard of it, are encoded.
+
+        Raises:
+            ValueError: the place of the shard in the parameter cannot be told.
+        """
+        return FLOAT32_STATES
+
     def check_member(self, parameter: Tensor, name: str) -> None:
         """Raise ValueError for a parameter that :meth:`make_store`'s store could not take."""
         return
@@ -51,10 +77,11 @@ class StoreFactory(ABC):
 
 @dataclass(frozen=True)
 class Offload(StoreFactory):
-    """Settings of where masters and moments are, and of the work on the host. None changes a bit of the result.
+    """Settings of where masters and moments are, and of the work on the host. Except for ``states``, none changes a bit
+    of the result.
 
-    There is one exception: where gradients that are clipped stay in ``.grad`` on an accelerator without Triton, their
-    squares are added in an order of torch's, which may change the last bit of the norm.
+    There is one more exception: where gradients that are clipped stay in ``.grad`` on an accelerator without Triton,
+    their squares are added in an order of torch's, which may change the last bit of the norm.
 
     Attributes:
         device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the parameters are, stepped there, and
@@ -77,6 +104,11 @@ class Offload(StoreFactory):
         ratio: the share of the elements whose state is on the host, with ``device="cpu"``. The others, whose gradients
             come last, keep theirs on the device and are stepped there, while the host steps its own. For CPU parameters
             both are the same memory.
+        states: format of the optimizer's states: ``"fp32"``; ``"bf16"``, rounded stochastically, for 10 bytes of host
+            memory a parameter instead of 14; or ``"8bit"``, for 8.1. For Adam, AdamW, Lion, Adagrad and SGD with
+            momentum. Masters are float32 in each, and the bits are those of ``docs/states.md``: they do not depend on
+            tiles, threads, ranks, stages or resuming.
+        states_seed: a number on which, with the parameter's name, the random bits of that rounding depend.
         detect_writes: each step finds what was written to parameters where torch cannot see it (``p.data.copy_``,
             NumPy, another process). Where nothing is copied this takes next to no time; for parameters on a device, it
             takes two passes over them there, for checksums. With False, ``refresh_master()`` has to be called after
@@ -91,6 +123,8 @@ class Offload(StoreFactory):
     speculation_memory: SpeculationMemory = 0
     ratio: float = 1.0
     detect_writes: bool = True
+    states: str = StateFormat.FP32.value
+    states_seed: int = 0
     keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
@@ -107,6 +141,9 @@ class Offload(StoreFactory):
             parse_memory_budget(self.speculation_memory)
         except ValueError as error:
             raise ValueError(f"speculation_memory {error}, and is {self.speculation_memory!r}") from None
+        parse_state_format(self.states)
+        if isinstance(self.states_seed, bool) or not isinstance(self.states_seed, int):
+            raise ValueError(f"states_seed is an integer, not {self.states_seed!r}")
         if not isinstance(self.detect_writes, bool):
             raise ValueError(f"detect_writes is True or False, not {self.detect_writes!r}")
         if self.device not in ("cpu", "none"):
@@ -131,6 +168,30 @@ class Offload(StoreFactory):
     @property
     def leaves_on_device(self) -> bool:
         return self.device == "none" or self.ratio < 1.0
+
+    @property
+    def state_format(self) -> StateFormat:
+        return parse_state_format(self.states)
+
+    def coding_of(self, name: str, parameter: Tensor) -> Coding:
+        coding = self.coding_in_whole(name, parameter.shape)
+        if coding.format is not StateFormat.FP32 and is_sharded(parameter):
+            first = first_element(parameter)
+            if first is None:
+                raise ValueError(
+                    f"parameter {name} is sharded in a way for which states={self.states!r} does not know the places "
+                    "of its elements: it is for shards along the first dimension; leave states out, or let "
+                    "longshore.initialize() shard the model"
+                )
+            return coding.behind(first)
+        return coding
+
+    def coding_in_whole(self, name: str, shape: Sequence[int]) -> Coding:
+        """Return how the states of a whole parameter of this name and shape are encoded."""
+        format = self.state_format.of_parameter(shape)
+        if format is StateFormat.FP32:
+            return FLOAT32_STATES
+        return Coding(format, stream_of(self.states_seed, unwrapped(name)))
 
     def transfer_to(self, device: torch.device) -> Transfer:
         """Return the transfer between the state and parameters on ``device``."""

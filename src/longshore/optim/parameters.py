@@ -72,6 +72,7 @@ class ParameterRecord:
     Attributes:
         family: the rules by which it is stepped.
         matrices: how it is divided into matrices; None: its elements are stepped one by one.
+        coding: how the states of its elements, or of this process's shard, are encoded.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ParameterRecord:
                 f"parameter {name} is a matrix that is not contiguous in memory (stored transposed, or a view), for "
                 "which torch's products have other bits: make it so, with nn.Parameter(parameter.contiguous())"
             )
+        self.coding = store_factory.coding_of(name, parameter)
         self._leaf_of = store_factory.leaf_of
         self._is_sharded = is_sharded(parameter)
         self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)

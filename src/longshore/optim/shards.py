@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -63,6 +64,20 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor.detach().view(-1)
     return tensor.detach().resolve_neg().reshape(-1).contiguous()
+
+
+def first_element(parameter: Any) -> int | None:
+    """Return the place in a ``DTensor``, flat, of the first element of this process's shard; None if it is not sharded
+    along its first dimension alone, or the same on all ranks."""
+    mesh, placements = _placing(parameter)
+    along = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not along:
+        return 0
+    if len(along) > 1 or not placements[along[0]].is_shard(0):
+        return None
+    rows = parameter.shape[0]
+    each = -(-rows // mesh.size(along[0]))  # as torch.chunk divides
+    return min(each * mesh.get_local_rank(along[0]), rows) * math.prod(parameter.shape[1:])
 
 
 def like(parameter: Tensor, held: Tensor) -> Tensor:

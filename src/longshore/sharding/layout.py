@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ def plan_buckets(
     first_bucket: int = 0,
     first_range: int = 0,
     shards: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    units: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[Bucket, ...]:
     """Fill buckets with parameters of one kind, last registered first: in the order in which backward brings gradients.
 
@@ -83,6 +85,8 @@ def plan_buckets(
         first_range: the index of the first shard range.
         shards: ``(offset, numel)`` of each rank's part of each parameter, if parameters are already sharded. By default
             each bucket is divided evenly.
+        units: number of elements, if it is not 1, at whose multiples a parameter may be divided. Parameters of
+            different units are not mixed.
 
     Raises:
         ValueError: a numel is negative, or a size is below 1.
@@ -93,8 +97,9 @@ def plan_buckets(
         raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
     indices = itertools.count(first_range)
     buckets = []
-    for index, filled in enumerate(fill_buckets(parameters, bucket_numel), first_bucket):
-        even_numel = shard_numel_of(filled, world_size)
+    kinds = [(index, numel, (kind, units.get(index, 1))) for index, numel, kind in parameters]
+    for index, filled in enumerate(fill_buckets(kinds, bucket_numel), first_bucket):
+        even_numel = shard_numel_of(filled, world_size, units.get(filled[0][0], 1))
         by_rank: list[tuple[ShardRange, ...]] = []
         for rank in range(world_size):
             parts = shard_parts(filled, even_numel, rank)
@@ -129,9 +134,10 @@ def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: 
     return filled
 
 
-def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:
-    """Return the number of elements in a rank's shard of a bucket; ``members`` are given as ``(index, numel)``."""
-    return align(-(-sum(numel for _, numel in members) // world_size))
+def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int, unit: int = 1) -> int:
+    """Return the number of elements in a rank's shard of a bucket, a multiple of ``unit``; ``members`` are given as
+    ``(index, numel)``."""
+    return align(-(-sum(numel for _, numel in members) // world_size), unit)
 
 
 def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longshore.kernels import Coding, StateFormat
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import Ownership, Replicated
@@ -55,6 +56,18 @@ class ShardedOffload(StoreFactory):
     @property
     def leaves_on_device(self) -> bool:
         return self.offload.leaves_on_device
+
+    @property
+    def states_seed(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.offload.states_seed
+
+    @property
+    def state_format(self) -> StateFormat:
+        return self.offload.state_format
+
+    def coding_of(self, name: str, parameter: Tensor) -> Coding:
+        # The store knows which of a parameter's elements this rank has.
+        return self.offload.coding_in_whole(name, parameter.shape)
 
     def check_member(self, parameter: Tensor, name: str) -> None:
         if self.sharded is not None and id(parameter) not in self.sharded.members:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, Scale
+from longshore.kernels import Coding, HostRule, Scale
 from longshore.layout import DimRange
 from longshore.optim.shards import flat, held_part
 from longshore.sharding.agreement import Action, WindowStatus, as_flags, as_words
@@ -64,6 +64,7 @@ class Ownership:
         averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
         window: status of this rank's window.
         dtypes: dtypes of all parameters, in the order in which they were added.
+        codings: how the states of a parameter are encoded, which is set before it is added; without one: float32.
         buckets: all buckets, in the order of their index.
         bucket_of: the bucket of each parameter; a parameter without elements is in none.
         layout: checksum of the parameters.
@@ -80,6 +81,7 @@ class Ownership:
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
         # These grow with parameters.
         self.dtypes: dict[int, torch.dtype] = {}
+        self.codings: Mapping[int, Coding] = {}
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self.layout = 0
@@ -94,7 +96,8 @@ class Ownership:
         """Lay out parameters ``(index, numel, dtype)``; return this rank's new ranges in the same form and order."""
         entries = list(parameters)
         if entries:
-            self.layout = zlib.crc32(repr(entries).encode(), self.layout)
+            codings = [self.codings.get(index) for index, _, _ in entries]
+            self.layout = zlib.crc32(repr((entries, codings) if any(codings) else entries).encode(), self.layout)
         added = self._plan(entries, bucket_numel)
         for parameter, _, dtype in entries:
             self.dtypes[parameter] = dtype
@@ -112,7 +115,9 @@ class Ownership:
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
         """Return buckets of new parameters, given as ``(index, numel, dtype)``."""
-        return plan_buckets(parameters, bucket_numel, self.collectives.world_size, len(self.buckets), self._next_range)
+        units = {index: coding.format.unit for index, coding in self.codings.items()}
+        counts = self.collectives.world_size, len(self.buckets), self._next_range
+        return plan_buckets(parameters, bucket_numel, *counts, units=units)
 
     def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
         """Return the ranges of the bucket that this rank steps."""

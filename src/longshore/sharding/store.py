@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
-from longshore.kernels import MatrixRule, Scale
+from longshore.kernels import Coding, MatrixRule, Scale, StateFormat
 from longshore.layout import MatrixLayout
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -53,14 +53,20 @@ class ShardedStore(ParameterStore):
         self.window = ownership.window
         self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
+        self._codings: dict[int, Coding] = {}  # of whole parameters, unless their states are float32
         self._matrix_state = ""
         self._matrices: dict[int, MatrixLayout] = {}
         """Parameters that are matrices."""
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         first = len(self.ownership.buckets)
-        entries = list(parameters)
+        entries, codings = list(parameters), self._codings
+        self.ownership.codings = codings
         added = self.ownership.add(entries, self._settings.bucket_numel)
+        owned = {index: self.ownership.owned(index) for index, _, _ in entries if index in codings}
+        self.local.set_codings(
+            {each.index: codings[index].behind(each.parameter_offset) for index in owned for each in owned[index]}
+        )
         if matrices := [index for index, _, _ in entries if index in self._matrices]:
             ranges = {
                 each.index: MatrixRange(index, self._matrices[index], each.parameter_offset)
@@ -78,6 +84,15 @@ class ShardedStore(ParameterStore):
             )
         self._matrix_state = state
         self._matrices.update(layouts)
+
+    def set_codings(self, codings: Mapping[int, Coding]) -> None:
+        encoded = {index: coding for index, coding in codings.items() if coding.format is not StateFormat.FP32}
+        if encoded and self.ownership.averaging_collectives is not self.collectives:
+            raise ValueError(
+                f"states={next(iter(encoded.values())).format.value!r} needs the places of elements in whole "
+                "parameters, which tensor parallelism has divided: train without it, or leave states out"
+            )
+        self._codings.update(encoded)
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.ownership.dtypes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longshore.kernels import Kernels
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
-from longshore.tiles.memory import BufferPool, Slot, cut_slots, padded_bytes
+from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots, padded_bytes
 from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
 from longshore.tiles.worker import JobRunner
@@ -139,7 +139,9 @@ class Arrivals:
 
     def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
         if tile.accumulator is None:
-            tile.accumulator = self._accumulators.take(tile.layout.buffer_numel)
+            accumulator = self._accumulators.take(BufferKind(tile.layout.buffer_numel))
+            assert isinstance(accumulator, Tensor)
+            tile.accumulator = accumulator
         addition = _Addition(tile, segment, entry, tile.window)
         try:
             if self._landing_bytes:

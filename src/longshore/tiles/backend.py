@@ -13,7 +13,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Outputs, Scale
+from longshore.kernels import (
+    NORM_BLOCK_NUMEL,
+    Buffer,
+    HostKernels,
+    Kernels,
+    Outputs,
+    Scale,
+    copy_elements,
+    master_of,
+)
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import (
@@ -302,7 +311,7 @@ class Backend:
     def _written(self, tile: Tile, active: Active) -> bool:
         """Return whether somebody wrote a parameter of a tile that was stepped ahead, from its old master."""
         assert tile.buffer is not None
-        master, reconcile = tile.buffer[0], self.kernels.reconcile
+        master, reconcile = master_of(tile.buffer), self.kernels.reconcile
         return any(
             reconcile(master[segment.layout.in_buffer], segment.part_of(step.target), adopt=False) > 0
             for segment, step in active
@@ -358,7 +367,7 @@ def commit_tile(
     steps: Sequence[SegmentStep],
     scale: Scale,
     kernels: Kernels,
-    into: Tensor | None = None,
+    into: Buffer | None = None,
 ) -> None:
     """Write a tile's new values to its buffer and the outputs (FILLING or READY -> COMMITTED; BROKEN if that fails).
 
@@ -375,7 +384,7 @@ def commit_tile(
     try:
         if into is not None:
             for part in tile.idle_parts(steps):  # elements that are not stepped keep their values
-                into[:, part] = buffer[:, part]
+                copy_elements(into, buffer, part)
         kernels.step_tile(buffer, target, rows, rules, scale, tile.outputs)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)

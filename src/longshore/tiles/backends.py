@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longshore.kernels import NEVER_NEGATIVE, Coding, master_of, read_state, write_state
 from longshore.layout import MatrixLayout
 from longshore.tiles.backend import Backend, BackendSettings, divided
 from longshore.tiles.events import NO_RECORDER, Recorder
@@ -48,6 +49,7 @@ class Backends:
         self.kernels = settings.kernels
         # Grow with parameters.
         self.tiles: list[Tile] = []
+        self._codings: dict[int, Coding] = {}
         self._pending_reads = PendingReads()
         self.backend = Backend(settings, (MASTER,), self._pending_reads)
         """The backend of all parameters but matrices, and those that ``on_device`` has."""
@@ -74,16 +76,38 @@ class Backends:
             for tile, segment in backend.parts[parameter]:
                 yield backend, tile, segment
 
-    def _kept(self, parameter: int, which: str, own_masters: bool = True) -> Iterator[tuple[Backend, Segment, Tensor]]:
-        """Yield the parts of one array of a parameter, in state buffers, which may not have been made before a step, or
-        (unless not ``own_masters``) in the parameter that is its own master."""
+    def _masters(self, parameter: int) -> Iterator[tuple[Backend, Segment, Tensor]]:
+        """Yield the parts of a parameter's master in state buffers, which may not have been made before a step; none if
+        the parameter is its own master."""
         for backend, tile, segment in self._placed(parameter):
-            row = backend.arrays.index(which)
             buffer = tile.have_buffer(backend.buffers)
-            if not (tile.own_master and which == MASTER):
-                yield backend, segment, buffer[row - tile.own_master, segment.layout.in_buffer]
-            elif own_masters and self._values_of is not None:
-                yield backend, segment, segment.part_of(self._values_of(parameter))
+            if not tile.own_master:
+                yield backend, segment, master_of(buffer)[segment.layout.in_buffer]
+
+    def _read(self, parameter: int, which: str) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield the parts of one array of a parameter, float32: in state buffers, or in the parameter that is its own
+        master."""
+        for backend, tile, segment in self._placed(parameter):
+            buffer, from_last = tile.have_buffer(backend.buffers), len(backend.arrays) - backend.arrays.index(which)
+            if which != MASTER:
+                yield segment, read_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE)
+            elif not tile.own_master:
+                yield segment, master_of(buffer)[segment.layout.in_buffer]
+            elif self._values_of is not None:
+                yield segment, segment.part_of(self._values_of(parameter))
+
+    def _write(self, parameter: int, which: str, values: Tensor) -> None:
+        """Write one array of a parameter to state buffers; a parameter that is its own master stays as it is."""
+        for backend, tile, segment in self._placed(parameter):
+            buffer, from_last = tile.have_buffer(backend.buffers), len(backend.arrays) - backend.arrays.index(which)
+            part = segment.part_of(values)
+            if which != MASTER:
+                write_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE, part)
+            elif not tile.own_master:
+                master_of(buffer)[segment.layout.in_buffer].copy_(part)
+
+    def set_codings(self, codings: Mapping[int, Coding]) -> None:
+        self._codings.update(codings)
 
     def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
         self.add_matrix_ranges(state, {index: MatrixRange(index, layout) for index, layout in layouts.items()})
@@ -119,8 +143,9 @@ class Backends:
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
         for together in ranges:
-            for dtype, layout in laid_out(together, backend.tile_numel, first + len(added)):
-                added.append(Tile(layout, dtype, self._gradient_dtype or dtype, outputs_of(dtype)))
+            for dtype, layout in laid_out(together, backend.tile_numel, first + len(added), self._codings):
+                outputs = outputs_of(dtype)
+                added.append(Tile(layout, dtype, self._gradient_dtype or dtype, outputs, self._codings))
         for tile in added if ours else ():
             tile.recorder = self.recorder
         self.tiles += added

@@ -16,10 +16,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from longshore.accelerator import Mark
-from longshore.kernels import TileSegment
+from longshore.kernels import Buffer, TileSegment
 from longshore.transfer import CopyHandle
 
 ARRIVE = "arrive"
@@ -71,7 +70,7 @@ class Recorder(ABC):
         """Report the work of this thread from ``begin_ns`` until now."""
 
     @abstractmethod
-    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         """Report a pass over ``rows`` of a tile's buffer, ``[arrays, buffer_numel]``, from ``begin_ns`` until now."""
 
     def working(self, track: str) -> AbstractContextManager[None]:
@@ -106,7 +105,7 @@ class Recorders(Recorder):
         for each in self.recorders:
             each.span(name, tile, begin_ns)
 
-    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         for each in self.recorders:
             each.passed(name, tile, buffer, rows, begin_ns)
 
@@ -169,7 +168,7 @@ class Ranges(Recorder):
             if open_name == name:
                 return
 
-    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
     def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import UNSCALED, HostRule, MatrixRule, Outputs, Rule, Scale, TileSegment
+from longshore.kernels import UNSCALED, HostRule, MatrixRule, Outputs, Rule, Scale, TileSegment, float32_arrays
 from longshore.layout import MatrixLayout
 from longshore.tiles.backend import Active, Backend, BackendSettings
 from longshore.tiles.events import PIPELINE_DEPTH, STEP_IN_PLACE, Move, Recorder, commit_moves
@@ -200,7 +200,7 @@ class MatrixBackend(Backend):
         assert tile.buffer is not None and segment.gradient is not None
         tile.move(TileEvent.COMMIT)
         row = TileSegment(segment.layout.buffer_offset, segment.gradient, output, 0)
-        state = tile.buffer[-1:]
+        state = float32_arrays(tile.buffer)[-1:]
         self._pass(tile, state, state, [row], [rule], scale, Outputs.WRITTEN)
 
     def _last_passes(self, work: _Work, update: Tensor, stepped: list[Tile]) -> None:
@@ -219,13 +219,13 @@ class MatrixBackend(Backend):
                 at = segment.layout.buffer_offset + here.start
                 rows.append(TileSegment(at, gradient[here], output[here], layout.blocks.index(block)))
             assert tile.buffer is not None
-            master = tile.buffer[:-1]
+            master = float32_arrays(tile.buffer)[:-1]
             if part.ahead is None:
                 self._pass(tile, master, master, rows, rules, UNSCALED, tile.outputs)
                 tile.move(TileEvent.COMMIT_DONE)
             else:
                 self.speculator.keep(tile)  # before the pass, which may fail half way
-                self._pass(tile, master, tile.buffer[:-1], rows, rules, UNSCALED, tile.outputs)
+                self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, tile.outputs)
             stepped.append(tile)
             publish(self.transfer, tile, slot, [NewValues(segment, output, part.target)])
 

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longshore.kernels import Buffer, StateFormat, format_of, new_buffer
 from longshore.layout import SegmentLayout
 from longshore.transfer import CopyHandle, Transfer
 
@@ -58,17 +60,17 @@ class PendingReads:
         self.released = 0
         """Number of releases so far."""
 
-    def __contains__(self, buffer: Tensor) -> bool:
+    def __contains__(self, buffer: Buffer) -> bool:
         return buffer.data_ptr() in self._unread
 
     def __bool__(self) -> bool:
         return bool(self._unread)
 
-    def add(self, buffers: Iterable[Tensor]) -> None:
+    def add(self, buffers: Iterable[Buffer]) -> None:
         with self._changed:
             self._unread.update(buffer.data_ptr() for buffer in buffers)
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Record that the buffer has been read. Any thread may call this method."""
         with self._changed:
             self._unread.discard(buffer.data_ptr())
@@ -81,9 +83,18 @@ class PendingReads:
             self._changed.wait_for(lambda: self.released != released)
 
 
+class BufferKind(NamedTuple):
+    """What determines the memory of a tile's buffer."""
+
+    numel: int
+    format: StateFormat = StateFormat.FP32
+    own_master: bool = False
+    """Whether parameters are their own masters, which the buffer lacks."""
+
+
 class BufferPool:
-    """Pool of buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule; for
-    parameters that are their own masters, the states alone.
+    """Pool of buffers by size: ``[buffer_arrays, numel]``, the master and the states of the rule; for parameters that
+    are their own masters, the states alone.
 
     A buffer that comes back is handed out again with its contents: the caller writes all elements that it reads, or
     asks for zeros. Accumulators, the float32 sums of tiles with several gradients in a window, have one array.
@@ -104,43 +115,45 @@ class BufferPool:
         self._buffer_arrays = self._least_arrays = buffer_arrays
         self._allocate = allocate
         self._pending_reads = pending_reads
-        self._free: dict[tuple[int, ...], list[Tensor]] = {}
-        self._idle: dict[tuple[int, ...], list[Tensor]] = {}
+        self._free: dict[tuple[StateFormat, int, int], list[Buffer]] = {}
+        self._idle: dict[tuple[StateFormat, int, int], list[Buffer]] = {}
         """Buffers that were free at the last :meth:`trim` and have not been taken since."""
-        self.unread: list[Tensor] = []
+        self.unread: list[Buffer] = []
         """Buffers that came back before a snapshot had read them."""
 
-    def buffer_bytes(self, buffer_numel: int) -> int:
-        return 4 * self._buffer_arrays * buffer_numel
+    def buffer_bytes(self, kind: BufferKind) -> int:
+        return kind.format.buffer_bytes(self._buffer_arrays, kind.numel, kind.own_master)
 
-    def take(self, buffer_numel: int, own_master: bool = False) -> Tensor:
-        buffer = self.take_within(buffer_numel, sys.maxsize, own_master)
+    def take(self, kind: BufferKind) -> Buffer:
+        buffer = self.take_within(kind, sys.maxsize)
         assert buffer is not None
         return buffer
 
-    def take_zeros(self, buffer_numel: int, own_master: bool = False) -> Tensor:
+    def take_zeros(self, kind: BufferKind) -> Buffer:
         before = self.allocated_bytes
-        buffer = self.take(buffer_numel, own_master)
+        buffer = self.take(kind)
         # A new buffer is zero already, and takes memory only as it is touched.
         return buffer.zero_() if self.allocated_bytes == before else buffer
 
-    def take_within(self, buffer_numel: int, most_bytes: int, own_master: bool = False) -> Tensor | None:
+    def take_within(self, kind: BufferKind, most_bytes: int) -> Buffer | None:
         """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
-        shape = self._buffer_arrays - own_master, buffer_numel
-        self._least_arrays = min(self._least_arrays, shape[0])
-        if free := self._idle.get(shape) or self._free.get(shape):
+        arrays = self._buffer_arrays - kind.own_master
+        self._least_arrays = min(self._least_arrays, arrays)
+        sort = kind.format, arrays, kind.numel
+        if free := self._idle.get(sort) or self._free.get(sort):
             return free.pop()
-        num_bytes = 4 * shape[0] * buffer_numel
+        num_bytes = self.buffer_bytes(kind)
         if self.allocated_bytes + num_bytes > most_bytes:
             return None
         self.allocated_bytes += num_bytes
-        return self._allocate(num_bytes // 4).view(shape)
+        return new_buffer(kind.format, self._buffer_arrays, kind.numel, kind.own_master, self._allocate)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         if self._pending_reads is not None and buffer in self._pending_reads:
             self.unread.append(buffer)
         elif self._least_arrays <= buffer.shape[0] <= self._buffer_arrays:
-            self._free.setdefault(tuple(buffer.shape), []).append(buffer)
+            arrays, numel = buffer.shape
+            self._free.setdefault((format_of(buffer), arrays, numel), []).append(buffer)
         else:
             self.allocated_bytes -= buffer.nbytes
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longshore.kernels import Scale
+from longshore.kernels import Coding, Scale
 from longshore.layout import MatrixLayout
 from longshore.tiles.events import Recorder
 from longshore.tiles.steps import Forecast, OwnedRange, ParameterStep
@@ -43,6 +43,10 @@ class ParameterStore(Protocol):
     def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
         """Announce that some of the parameters that are added next are matrices, whose one array beside the master is
         ``state``."""
+
+    @abstractmethod
+    def set_codings(self, codings: Mapping[int, Coding]) -> None:
+        """Announce how the states of the parameters are encoded that are added next; others are float32."""
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...

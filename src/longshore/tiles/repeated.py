@@ -30,7 +30,7 @@ class RepeatedCommit:
             code, itemsize = DTYPE_CODES[tile.dtype], tile.dtype.itemsize
             starts = [each.parameter_offset * itemsize for each in segments]
             rows = [
-                (each.buffer_offset, each.numel, start, start, code, code)
+                (each.buffer_offset, each.numel, start, start, code, code, *tile.segments[each.parameter].coding[1:])
                 for each, start in zip(segments, starts, strict=True)
             ]
             self._tables.append((tile, SegmentTable(rows), [places[each.parameter] for each in segments]))

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError
+from longshore.kernels import NEVER_NEGATIVE, Buffer, block_of, master_of, read_state
 from longshore.layout import SegmentLayout
-from longshore.tiles.memory import BufferPool, PendingReads
+from longshore.tiles.memory import BufferKind, BufferPool, PendingReads
 from longshore.tiles.speculation import Speculator
+from longshore.tiles.steps import MASTER
 from longshore.tiles.tile import Tile
 
 _PART_OF_DEVICE = 4
@@ -38,7 +40,7 @@ class StateSnapshot:
         self,
         pending_reads: PendingReads,
         arrays: Mapping[int, Sequence[str]],
-        parts: Mapping[int, Sequence[tuple[Tensor, SegmentLayout]]],
+        parts: Mapping[int, Sequence[tuple[Buffer, SegmentLayout]]],
         reads: Sequence[Read],
     ) -> None:
         self._pending_reads = pending_reads
@@ -52,8 +54,13 @@ class StateSnapshot:
     def read_range(self, key: int, which: str) -> Tensor:
         """Return one array of a parameter of the store: float32, flat, on the CPU."""
         arrays = self._arrays[key]
-        behind = arrays.index(which) - len(arrays)  # a buffer may lack the master, its first array
-        parts = [buffer[behind, segment.in_buffer] for buffer, segment in self._parts[key]]
+        from_last = len(arrays) - arrays.index(which)
+        parts = [
+            master_of(buffer)[segment.in_buffer]
+            if which == MASTER
+            else read_state(buffer, from_last, segment.in_buffer, which in NEVER_NEGATIVE)
+            for buffer, segment in self._parts[key]
+        ]
         # The result is a finished copy: cat() copies even a single tensor, and cpu() waits.
         values = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float32, device="cpu")
         for buffer, _ in self._parts[key]:
@@ -113,10 +120,10 @@ class Snapshots:
         self._most_bytes = self._buffers.allocated_bytes + memory_bytes
 
     @contextmanager
-    def buffer_for(self, tile: Tile) -> Iterator[Tensor | None]:
+    def buffer_for(self, tile: Tile) -> Iterator[Buffer | None]:
         """Yield the buffer to step the tile into, which the caller makes the tile's; None: step it in place."""
         old = unused = tile.buffer
-        buffer = None if old is None else self._other_than(old, tile.own_master)
+        buffer = None if old is None else self._other_than(old, tile.buffer_kind)
         try:
             yield buffer
         except BaseException:
@@ -131,7 +138,7 @@ class Snapshots:
         """Prepare for a write to the tile's buffer that is not a step."""
         with self.buffer_for(tile) as buffer:
             if buffer is not None and tile.buffer is not None:
-                buffer.copy_(tile.buffer)
+                block_of(buffer).copy_(block_of(tile.buffer))
                 tile.buffer = buffer
 
     def collect(self) -> None:
@@ -143,16 +150,16 @@ class Snapshots:
             self.active = False
             self._buffers.clear()
 
-    def _other_than(self, buffer: Tensor, own_master: bool) -> Tensor | None:
+    def _other_than(self, buffer: Buffer, kind: BufferKind) -> Buffer | None:
         while True:
             released = self._pending_reads.released  # read first, so that a later release ends the wait
             if buffer not in self._pending_reads:
                 return None
             self.collect()
             if self._speculator.spares is not None:  # then no tile has its masters elsewhere
-                spare = self._speculator.lend(buffer.shape[1])
+                spare = self._speculator.lend(kind)
             else:
-                spare = self._buffers.take_within(buffer.shape[1], self._most_bytes, own_master)
+                spare = self._buffers.take_within(kind, self._most_bytes)
             if spare is not None:
                 return spare
             self._pending_reads.wait_for(released)

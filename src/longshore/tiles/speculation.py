@@ -16,11 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, Kernels, Scale
+from longshore.kernels import Buffer, HostRule, Kernels, Scale, copy_elements
 from longshore.tiles.bets import Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
-from longshore.tiles.memory import BufferPool, Slot, cut_slots
+from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import JobRunner
@@ -33,22 +33,22 @@ class Pass:
     The constructor moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the
     outputs must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
     ``slot`` takes the outputs; the pass waits for the last copy that was published from it. ``arrays``: the arrays of
-    the buffers that are read and written.
+    float32 buffers that are read and written; None: all, of buffers of any format.
     """
 
     def __init__(
         self,
         tile: Tile,
         steps: Sequence[SegmentStep],
-        into: Tensor,
+        into: Buffer,
         scale: Scale,
         slot: Slot | None = None,
-        arrays: slice = slice(None),
+        arrays: slice | None = None,
     ) -> None:
         assert tile.buffer is not None
         self.tile = tile
         self.source, self.target = tile.buffer, into
-        self._unused: Tensor | None = into
+        self._unused: Buffer | None = into
         self._arrays = arrays
         self.scale = scale
         self.slot = slot
@@ -76,12 +76,15 @@ class Pass:
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
         wait_for_all(self._copies)  # before begin(), so that a recorder times the pass alone
-        source, target = self.source[self._arrays], self.target[self._arrays]
+        source, target = self.source, self.target
+        if self._arrays is not None:
+            assert isinstance(source, Tensor) and isinstance(target, Tensor)
+            source, target = source[self._arrays], target[self._arrays]
         recorder, index = self.tile.recorder, self.tile.layout.index
         begin_ns = recorder.begin(STEP_AHEAD, index)
         try:
             for part in self._idle:  # elements that are not stepped keep their values
-                target[:, part] = source[:, part]
+                copy_elements(target, source, part)
             kernels.step_tile(source, target, self._rows, self._row_rules, self.scale)
         finally:
             recorder.passed(STEP_AHEAD, index, source, self._rows, begin_ns)
@@ -117,8 +120,8 @@ class Speculator:
         parts_of: returns a parameter's tiles and segments.
     """
 
-    arrays: ClassVar = slice(None)
-    """The arrays of a buffer that are stepped ahead."""
+    arrays: ClassVar[slice | None] = None
+    """The arrays of a buffer that are stepped ahead; None: all."""
     output_dtype: ClassVar[torch.dtype | None] = None
     """Dtype of the outputs; None: that of the parameters."""
 
@@ -150,8 +153,8 @@ class Speculator:
         self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
         self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
-        self._slots: dict[tuple[int, int], list[Slot]] = {}
-        """Slots by elements of a buffer and bytes of an output; for each slot there is a buffer in the pool, too."""
+        self._slots: dict[tuple[BufferKind, int], list[Slot]] = {}
+        """Slots by kind of buffer and bytes of an output; for each slot there is a buffer in the pool, too."""
         # Change with each window.
         self._predictor = Predictor()
         self._paused = False
@@ -168,9 +171,9 @@ class Speculator:
             return None
         return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
-    def lend(self, buffer_numel: int) -> Tensor | None:
+    def lend(self, kind: BufferKind) -> Buffer | None:
         """Return a spare buffer, or None if all are in use. The caller gives it, or another one, to :attr:`spares`."""
-        return self._pool.take_within(buffer_numel, self._spare_buffer_bytes)
+        return self._pool.take_within(kind, self._spare_buffer_bytes)
 
     # -- during backward ------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Speculator:
             self._bet_on(tile, forecast)
 
     def _bet_on(self, tile: Tile, forecast: Forecast) -> None:
-        free = self._slots.get((tile.layout.buffer_numel, tile.output_bytes))
+        free = self._slots.get((tile.buffer_kind, tile.output_bytes))
         if not free:
             self._counts["waited"] += 1
             return
@@ -200,7 +203,7 @@ class Speculator:
         rules, active = self._rules, [segment for segment in tile.segments.values() if segment.arrivals > 0]
         if any(segment.layout.parameter not in rules for segment in active):
             return
-        buffer = self.lend(tile.layout.buffer_numel)
+        buffer = self.lend(tile.buffer_kind)
         if buffer is None:  # a snapshot still reads former buffers of tiles
             self._counts["waited"] += 1
             return
@@ -321,7 +324,7 @@ class Speculator:
             return
         for bet in self._passes.values():
             assert bet.slot is not None
-            self._slots[bet.tile.layout.buffer_numel, bet.tile.output_bytes].append(bet.slot)
+            self._slots[bet.tile.buffer_kind, bet.tile.output_bytes].append(bet.slot)
         self._passes.clear()
         self._considered.clear()
         self._rules = None
@@ -339,26 +342,26 @@ class Speculator:
         """Allocate spares within the budget, first for tiles of the last parameters, which come first in backward."""
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
-        most = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes for tile in tiles)
+        most = sum(self._pool.buffer_bytes(tile.buffer_kind) + tile.output_bytes for tile in tiles)
         taken = sum(other.spare_bytes for other in self.beside)
         budget = speculation_budget(self._memory, most, taken) - self.spare_bytes
         wanted = []
         for tile in reversed(tiles):
-            key = (tile.layout.buffer_numel, tile.output_bytes)
+            key = (tile.buffer_kind, tile.output_bytes)
             if have.get(key, 0) > 0:
                 have[key] -= 1
                 continue
-            budget -= self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes
+            budget -= self._pool.buffer_bytes(tile.buffer_kind) + tile.output_bytes
             if budget < 0:
                 break
             wanted.append(tile)
         slots, output_bytes = cut_slots(self._transfer, [tile.output_bytes for tile in wanted])
         for tile, slot in zip(wanted, slots, strict=True):
-            self._slots.setdefault((tile.layout.buffer_numel, tile.output_bytes), []).append(slot)
-        buffer_bytes = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) for tile in wanted)
+            self._slots.setdefault((tile.buffer_kind, tile.output_bytes), []).append(slot)
+        buffer_bytes = sum(self._pool.buffer_bytes(tile.buffer_kind) for tile in wanted)
         self._spare_buffer_bytes += buffer_bytes
         self.spare_bytes += buffer_bytes + output_bytes
         # The memory is touched now, and not in backward.
-        for buffer in [self._pool.take(tile.layout.buffer_numel).zero_() for tile in wanted]:
+        for buffer in [self._pool.take(tile.buffer_kind).zero_() for tile in wanted]:
             self._pool.give_back(buffer)
         self._spare_count += len(wanted)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.kernels import Scale, total_of_blocks
+from longshore.kernels import Scale, total_of_blocks, zero_elements
 from longshore.tiles.backend import Active, BackendSettings
 from longshore.tiles.backends import Backends
 from longshore.tiles.bets import SpeculationRecord
@@ -275,7 +275,7 @@ class TileStore(Backends):
         if keep_matching:
             self._reconcile(parameter, values, adopt=True)
             return
-        for backend, segment, master in self._kept(parameter, MASTER, own_masters=False):
+        for backend, segment, master in self._masters(parameter):
             backend.kernels.accumulate(master, backend.transfer.read(segment.part_of(values)), add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
@@ -285,14 +285,14 @@ class TileStore(Backends):
     def _reconcile(self, parameter: int, values: Tensor, adopt: bool) -> int:
         return sum(
             backend.kernels.reconcile(master, backend.transfer.read(segment.part_of(values)), adopt=adopt)
-            for backend, segment, master in self._kept(parameter, MASTER, own_masters=False)
+            for backend, segment, master in self._masters(parameter)
         )
 
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
         self.check_usable()
         return not all(
             torch.equal(kept.view(torch.int32).cpu(), segment.part_of(values).view(torch.int32))
-            for _, segment, kept in self._kept(parameter, which)
+            for segment, kept in self._read(parameter, which)
         )
 
     def read_state(self, parameter: int, which: str) -> Tensor:
@@ -301,7 +301,7 @@ class TileStore(Backends):
             found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
         else:
             self.check_usable()
-            found = [kept.cpu() for _, _, kept in self._kept(parameter, which)]
+            found = [kept.cpu() for _, kept in self._read(parameter, which)]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
@@ -309,10 +309,11 @@ class TileStore(Backends):
             self.settle()
         self.check_usable()
         self._void(parameter)
-        of_gradient = ((backend, segment, segment.wait()) for backend, _, segment in self._placed(parameter))
-        kept = self._kept(parameter, which, own_masters=False)
-        for _, segment, target in of_gradient if which == GRADIENT else kept:
-            target.copy_(segment.part_of(values))
+        if which != GRADIENT:
+            self._write(parameter, which, values)
+            return
+        for _, _, segment in self._placed(parameter):
+            segment.wait().copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
         if parameter not in self:
@@ -320,7 +321,7 @@ class TileStore(Backends):
         self._void(parameter)
         for _, tile, segment in self._placed(parameter):
             if tile.buffer is not None:  # a tile without a buffer has only zeros
-                tile.buffer[:, segment.layout.in_buffer].zero_()
+                zero_elements(tile.buffer, segment.layout.in_buffer)
 
     def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
         numel = math.prod(shape)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.kernels import HostRule, Outputs, TileSegment
+from longshore.kernels import (
+    FLOAT32_STATES,
+    Buffer,
+    Coding,
+    HostRule,
+    Outputs,
+    StateFormat,
+    TileSegment,
+    take_arrays,
+)
 from longshore.layout import SegmentLayout, TileLayout, plan_tiles
 from longshore.tiles.events import NO_RECORDER, Recorder
-from longshore.tiles.memory import BufferPool, Slot
+from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel
 from longshore.transfer import CopyHandle
 
@@ -92,8 +102,10 @@ TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items
 class Segment:
     """One parameter's range of a tile, with its gradient of the window."""
 
-    def __init__(self, layout: SegmentLayout, place: int) -> None:
+    def __init__(self, layout: SegmentLayout, place: int, coding: Coding = FLOAT32_STATES) -> None:
         self.layout = layout
+        self.coding = coding
+        """How the states of its elements are encoded."""
         self.place = place
         """How many segments are before this one in the buffer."""
         self.expected = 0
@@ -148,7 +160,7 @@ def step_table(
     for (segment, rule, output), gradient in zip(steps, gradients, strict=True):
         index, _ = rules.setdefault(id(rule), (len(rules), rule))
         assert gradient is not None
-        rows.append(TileSegment(segment.layout.buffer_offset, gradient, output, index))
+        rows.append(TileSegment(segment.layout.buffer_offset, gradient, output, index, segment.coding))
     return rows, [rule for _, rule in rules.values()]
 
 
@@ -156,15 +168,26 @@ class Tile:
     """Consecutive elements of parameters, the unit that is copied, stepped and published."""
 
     def __init__(
-        self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype, outputs: Outputs = Outputs.WRITTEN
+        self,
+        layout: TileLayout,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        outputs: Outputs = Outputs.WRITTEN,
+        codings: Mapping[int, Coding] = MappingProxyType({}),
     ) -> None:
         self.layout = layout
+        found = [codings.get(segment.parameter, FLOAT32_STATES) for segment in layout.segments]
+        self.format: StateFormat = found[0].format if found else StateFormat.FP32
+        """Format of the states of all its segments."""
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
         self.outputs = outputs
         """What the memory that a step in place writes new parameters to has before it."""
         self.recorder: Recorder = NO_RECORDER
-        self.segments = {segment.parameter: Segment(segment, place) for place, segment in enumerate(layout.segments)}
+        self.segments = {
+            segment.parameter: Segment(segment, place, coding.behind(segment.parameter_offset))
+            for place, (segment, coding) in enumerate(zip(layout.segments, found, strict=True))
+        }
         self._small = [segment for segment in self.segments.values() if segment.layout.small]
         self.output_bytes = layout.buffer_numel * dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
@@ -174,7 +197,7 @@ class Tile:
         self.output_slot: Slot | None = None
         """Slot for new parameters otherwise."""
         # Set when the first gradient arrives.
-        self.buffer: Tensor | None = None
+        self.buffer: Buffer | None = None
         # Change with each window.
         self.state = TileState.EMPTY
         self.window = 0
@@ -192,13 +215,17 @@ class Tile:
         self.parcel: Parcel | None = None
         """The small gradients of this window that arrived last, to be copied together."""
         self.accumulator: Tensor | None = None
-        self.spare: Tensor | None = None
+        self.spare: Buffer | None = None
         """The buffer that a step ahead of the verdict has written."""
 
     @property
     def own_master(self) -> bool:
         """Whether the parameters are their own masters, which the buffer then lacks."""
         return self.outputs is Outputs.MASTERS
+
+    @property
+    def buffer_kind(self) -> BufferKind:
+        return BufferKind(self.layout.buffer_numel, self.format, self.own_master)
 
     def move(self, event: TileEvent) -> None:
         """Change to the state that follows ``event``.
@@ -260,10 +287,10 @@ class Tile:
         assert segment.gradient is not None
         return segment.gradient
 
-    def have_buffer(self, buffers: BufferPool) -> Tensor:
+    def have_buffer(self, buffers: BufferPool) -> Buffer:
         """Return the buffer; take one of zeros if there is none yet."""
         if self.buffer is None:
-            self.buffer = buffers.take_zeros(self.layout.buffer_numel, self.own_master)
+            self.buffer = buffers.take_zeros(self.buffer_kind)
         return self.buffer
 
     def widen_buffer(self, rows: Sequence[int], buffers: BufferPool) -> None:
@@ -271,8 +298,8 @@ class Tile:
         assert self.spare is None  # a spare would have the old shape
         buffer = self.buffer
         if buffer is not None:
-            self.buffer = buffers.take_zeros(buffer.shape[1], self.own_master)
-            self.buffer[[row - self.own_master for row in rows if row >= self.own_master]] = buffer
+            self.buffer = buffers.take_zeros(self.buffer_kind)
+            take_arrays(self.buffer, buffer, [row - self.own_master for row in rows if row >= self.own_master])
             buffers.give_back(buffer)
 
     def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
@@ -317,16 +344,19 @@ Range = tuple[int, int, int, torch.dtype]
 """Elements of a parameter: its index, the first element, how many, and their dtype."""
 
 
-def laid_out(ranges: Iterable[Range], tile_numel: int, first: int) -> Iterator[tuple[torch.dtype, TileLayout]]:
-    """Yield the layouts of new tiles, each of one dtype, numbered from ``first``; empty ranges are in none."""
-    by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+def laid_out(
+    ranges: Iterable[Range], tile_numel: int, first: int, codings: Mapping[int, Coding] = MappingProxyType({})
+) -> Iterator[tuple[torch.dtype, TileLayout]]:
+    """Yield the layouts of new tiles, each of one dtype and of one format of states, numbered from ``first``; empty
+    ranges are in none."""
+    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
     offsets: dict[int, int] = {}
     for index, offset, numel, dtype in ranges:
         offsets[index] = offset
         if numel > 0:
-            by_dtype.setdefault(dtype, []).append((index, numel))
-    for dtype, members in by_dtype.items():
-        for layout in plan_tiles(members, tile_numel, first):
+            alike.setdefault((dtype, codings.get(index, FLOAT32_STATES).format), []).append((index, numel))
+    for (dtype, format), members in alike.items():
+        for layout in plan_tiles(members, tile_numel, first, format.unit):
             first += 1
             segments = tuple(
                 replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)

@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from longshore.accelerator import DeviceClock, Mark
-from longshore.kernels import TileSegment
+from longshore.kernels import Buffer, TileSegment, element_bytes
 from longshore.tiles import Recorder
 from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH, TRANSFORM, WAIT
 from longshore.transfer import CopyHandle, FinishedCopy
@@ -132,11 +130,11 @@ class EventRecorder(Recorder):
         else:
             self._late.append((event, began, ended))
 
-    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         end_ns = time.perf_counter_ns()
         # Kernels of another device have only been enqueued, so their duration is not known.
         numel = sum(row.gradient.numel() for row in rows) if buffer.device.type == "cpu" else 0
-        num_bytes = 2 * buffer.shape[0] * buffer.element_size() * numel
+        num_bytes = round(2 * element_bytes(buffer) * numel)
         self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
     def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:

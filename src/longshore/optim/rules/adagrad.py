@@ -46,7 +46,6 @@ class AdagradRule(Rule):
     lr_decay: float
     eps: float
     weight_decay: float
-    step: int
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:

@@ -61,7 +61,6 @@ class AdamRule(Rule):
     beta2: float
     eps: float
     weight_decay: float
-    step: int
     decoupled: bool
     """Whether weight decay is AdamW's; otherwise it is Adam's, a term in the gradient."""
     bias_correction: bool = True

@@ -262,6 +262,7 @@ class MuonFamily(RuleFamily):
     absent = MatrixFamily.absent
     states = (*MatrixFamily.states, *AdamFamily.states)
     matrix_state = MuonRule.state
+    encodable = False
     layout_options = ("split", "split_dim")
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ class SGDFamily(RuleFamily):
     rule = SGDRule
     states = SGDRule.states
     optional_states = frozenset(states)
-    keeps_step = False
+    keeps_step = needs_step = False
 
     @staticmethod
     def check_together(values: Mapping[str, Any]) -> None:

@@ -1,0 +1,258 @@
+"""Formats of the states in a buffer: float32, bfloat16, or 8 bits; docs/states.md states their bits.
+
+A step decodes the states, computes in float32, and encodes what it wrote. Encoding rounds stochastically: a number
+between two codes becomes one or the other, with probabilities such that its expected value is itself. Rounding to
+nearest would leave a second moment where it is, as one step with ``beta2=0.999`` changes it by less than half a unit in
+the last place. The random bits depend on the seed, the parameter's name, the element's place in the whole parameter and
+the step count alone, so neither tiles, threads, ranks nor resuming change them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_NUMEL = 64
+"""Elements of a parameter that share a scale in :attr:`StateFormat.EIGHT_BIT`: kBlock in native/kernels.inl."""
+
+EIGHT_BIT_LEAST_NUMEL = 4096
+"""Elements of the smallest parameter with states of 8 bits."""
+
+NEVER_NEGATIVE = frozenset({"exp_avg_sq", "sum"})
+"""States, by name, that are sums or averages of squares: their 8-bit codes have no sign."""
+
+
+class StateFormat(Enum):
+    """Format of the arrays of a buffer behind the master, which is float32 in each."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    """bfloat16, rounded stochastically."""
+    EIGHT_BIT = "8bit"
+    """Codes of 8 bits: a small floating-point number each, relative to a power of two for 64 elements."""
+
+    @property
+    def code(self) -> int:
+        """Number of the format in native/kernels.h and in triton_rules.py."""
+        return list(StateFormat).index(self)
+
+    @property
+    def unit(self) -> int:
+        """Number of elements of a parameter at whose multiples it may be divided between tiles or ranks."""
+        return BLOCK_NUMEL if self is StateFormat.EIGHT_BIT else 1
+
+    def state_words(self, numel: int) -> int:
+        """Return the words of 4 bytes that one state of ``numel`` elements takes in a buffer."""
+        if self is StateFormat.EIGHT_BIT:
+            return -(-numel // 4) + -(-numel // BLOCK_NUMEL)
+        return numel if self is StateFormat.FP32 else -(-numel // 2)
+
+    def buffer_bytes(self, arrays: int, numel: int, own_master: bool = False) -> int:
+        """Return the bytes of a buffer of a master and ``arrays - 1`` states of ``numel`` elements; ``own_master``: the
+        master is elsewhere."""
+        return 4 * ((0 if own_master else numel) + (arrays - 1) * self.state_words(numel))
+
+    def of_parameter(self, shape: Sequence[int]) -> StateFormat:
+        """Return the format of the states of a parameter, which depends on its shape alone, not on ranks: parameters
+        that are small, or that a division of their first dimension may cut within a block, have no 8-bit states."""
+        if self is not StateFormat.EIGHT_BIT:
+            return self
+        whole_blocks = math.prod(shape[1:]) % BLOCK_NUMEL == 0 and len(shape) > 1
+        return self if whole_blocks and math.prod(shape) >= EIGHT_BIT_LEAST_NUMEL else StateFormat.BF16
+
+
+def parse_state_format(value: object) -> StateFormat:
+    """Return the format with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for each in StateFormat:
+        if value is each or value == each.value:
+            return each
+    names = ", ".join(repr(each.value) for each in StateFormat)
+    raise ValueError(f"states is the format of the optimizer's states, {names}, not {value!r}")
+
+
+# -- random bits ---------------------------------------------------------------
+
+
+class Coding(NamedTuple):
+    """How the states of some consecutive elements of a parameter are encoded."""
+
+    format: StateFormat = StateFormat.FP32
+    stream: int = 0
+    """Number of the parameter's random bits; see :func:`stream_of`."""
+    place: int = 0
+    """Place of the first of the elements in the whole parameter."""
+
+    def behind(self, offset: int) -> Coding:
+        """Return the coding of the elements from ``offset`` on."""
+        return self._replace(place=self.place + offset)
+
+
+FLOAT32_STATES = Coding()
+
+_MASK = 0xFFFFFFFF
+_STEP_FACTOR = 0x9E3779B97F4A7C15
+PLACE_FACTOR = 0x9E3779B9
+"""Factor of the upper half of an element's place."""
+MIX_FACTORS = 0x21F0AAAD, 0x735A2D97
+"""Factors of the hash in :func:`random_bits`, which is one of those that C. Wellons' "Hash Prospector" (2018) measures:
+for numbers that count up, each bit of the result is as good as random."""
+
+
+def stream_of(seed: int, name: str) -> int:
+    """Return the number, of 64 bits, of the random bits of a parameter."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+
+
+def rounding_key(stream: int, step: int) -> int:
+    """Return the key, of 64 bits, of a parameter's step: splitmix64 (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", 2014) of the stream, ``step`` numbers further."""
+    x = (stream + step * _STEP_FACTOR) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def random_bits(key: int, place: int, numel: int) -> Tensor:
+    """Return 32 random bits for each of ``numel`` elements from ``place`` on: int64 ``[numel]``, on the CPU. The lower
+    16 are for a parameter's first state, the upper ones for the second."""
+    places = torch.arange(place, place + numel, dtype=torch.int64, device="cpu")
+    x = (places & _MASK) ^ (key & _MASK)
+    x = x ^ (x >> 16)
+    x = (x * MIX_FACTORS[0]) & _MASK
+    x = x ^ (((key >> 32) + (places >> 32) * PLACE_FACTOR) & _MASK)
+    x = x ^ (x >> 15)
+    x = (x * MIX_FACTORS[1]) & _MASK
+    return x ^ (x >> 15)
+
+
+# -- bfloat16 ------------------------------------------------------------------
+
+_INFINITY = 0x7F800000
+
+
+def encode_bfloat16(values: Tensor, random: Tensor | None) -> Tensor:
+    """Round float32 to bfloat16: int16, its bits.
+
+    Args:
+        values: float32, on the CPU.
+        random: 16 bits for each element; None: round to nearest even.
+
+    Finite values stay finite, infinity stays, and every NaN becomes the same one.
+    """
+    bits = values.view(torch.int32).long() & _MASK
+    magnitude = bits & 0x7FFFFFFF
+    added = 0x7FFF + ((magnitude >> 16) & 1) if random is None else random
+    rounded = ((magnitude + added) >> 16).clamp(max=0x7F7F)
+    signed = torch.where(magnitude == _INFINITY, 0x7F80, rounded) | ((bits >> 16) & 0x8000)
+    return torch.where(magnitude > _INFINITY, 0x7FC0, signed).to(torch.int16)
+
+
+def decode_bfloat16(encoded: Tensor) -> Tensor:
+    """Return the float32 values of int16 bits."""
+    return encoded.view(torch.bfloat16).float()
+
+
+# -- 8 bits --------------------------------------------------------------------
+
+
+class ByteCode(NamedTuple):
+    """One of the two codes of 8 bits.
+
+    A code is a sign, if it has one, and a number from 0 on: 0 is zero; the largest two are infinity and NaN; those
+    between are ``2**octave * (1 + mantissa / 2**mantissa_bits)``, in order, and the largest of them is in the octave of
+    the block's scale.
+    """
+
+    signed: bool
+    mantissa_bits: int
+
+    @property
+    def nan(self) -> int:
+        return 127 if self.signed else 255
+
+    @property
+    def infinity(self) -> int:
+        return self.nan - 1
+
+    @property
+    def largest(self) -> int:
+        """Code of the largest finite number."""
+        return self.nan - 2
+
+    @property
+    def dropped_bits(self) -> int:
+        """Bits of a float32 mantissa that a code does not have."""
+        return 23 - self.mantissa_bits
+
+    @property
+    def one(self) -> int:
+        """The code of the block's scale itself."""
+        return self.largest - (1 << self.mantissa_bits) + 1
+
+
+SIGNED = ByteCode(True, 3)
+UNSIGNED = ByteCode(False, 3)
+LEAST_EXPONENT = 33
+"""Exponent, as float32 has it, of the smallest scale: the smallest code is then still a normal float32."""
+
+
+def encode_bytes(values: Tensor, code: ByteCode, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Encode float32 in blocks of :data:`BLOCK_NUMEL`.
+
+    Args:
+        values: float32 ``[numel]``, a multiple of the block; on the CPU.
+        code: one of :data:`SIGNED` and :data:`UNSIGNED`, in which every negative number is NaN.
+        random: 16 bits for each element; None: round to nearest, ties away from zero.
+
+    Returns:
+        The codes, uint8 ``[numel]``, and the scales, float32 ``[numel / BLOCK_NUMEL]``. Infinity stays, every NaN
+        becomes the same one, and neither counts for the scale. Between zero and the smallest code, a signed number is
+        rounded like any other, and one without a sign up: a denominator is never made zero.
+    """
+    drop = code.dropped_bits
+    bits = values.view(torch.int32).long() & _MASK
+    magnitude = bits & 0x7FFFFFFF if code.signed else bits
+    finite = torch.where(magnitude < _INFINITY, magnitude, 0).view(-1, BLOCK_NUMEL)
+    exponent = (finite.amax(1) >> 23).clamp(LEAST_EXPONENT, 254)
+    one = (exponent << 23).repeat_interleave(BLOCK_NUMEL)
+    added = 1 << (drop - 1) if random is None else (random << (drop - 16)) | (1 << (drop - 17))
+    number = (((magnitude + added) >> drop) - (one >> drop) + code.one).clamp(max=code.largest)
+    least = one - ((code.one - 1) << drop)
+    if code.signed:
+        share = 0.5 if random is None else random.float() * 2.0**-16
+        tiny = magnitude.to(torch.int32).view(torch.float32) > least.to(torch.int32).view(torch.float32) * share
+    else:
+        tiny = magnitude > 0
+    number = torch.where(magnitude < least, tiny.long(), number)
+    number = torch.where(magnitude == _INFINITY, code.infinity, number)
+    if code.signed:
+        number = number | ((bits >> 24) & 0x80)
+    number = torch.where(magnitude > _INFINITY, code.nan, number)
+    return number.to(torch.uint8), (exponent << 23).to(torch.int32).view(torch.float32)
+
+
+@functools.cache
+def table_of(code: ByteCode) -> Tensor:
+    """Return the number of each code for a scale of 1: float32 ``[256]``, on the CPU."""
+    numbers = torch.arange(code.nan + 1, dtype=torch.int64, device="cpu")
+    values = ((127 << 23) + ((numbers - code.one) << code.dropped_bits)).to(torch.int32).view(torch.float32)
+    values[0], values[code.infinity], values[code.nan] = 0.0, math.inf, math.nan
+    return torch.cat([values, -values]) if code.signed else values
+
+
+def decode_bytes(codes: Tensor, scales: Tensor, code: ByteCode) -> Tensor:
+    """Return the float32 values, each the product of a number from :func:`table_of` and its block's scale: exact."""
+    table = table_of(code).to(codes.device)
+    values = table[codes.long()].view(-1, BLOCK_NUMEL) * scales.view(-1, 1)
+    return values.view(-1)
