@@ -6,6 +6,7 @@ namespace longshore {
 namespace {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kLargestScale = 0x7f000000u;  // 2^127
 
 // 32 random bits for each element of a block: the lower 16 for the first state, the
 // upper ones for the second.
@@ -137,7 +138,7 @@ struct ByteCode {
     static constexpr uint32_t kNan = NeverNegative ? 255 : 127;
     static constexpr uint32_t kInfinity = kNan - 1, kLargest = kNan - 2;
     static constexpr uint32_t kMantissaBits = 3, kDropped = 23 - kMantissaBits;
-    static constexpr uint32_t kOne = kLargest - (1u << kMantissaBits) + 1;  // the scale itself
+    static constexpr uint32_t kOne = kLargest - (1u << kMantissaBits);  // the scale itself; the largest is twice that
 
     // Regular: neither infinity nor NaN.
     template <bool Regular>
@@ -158,14 +159,15 @@ struct ByteCode {
 
     LONGSHORE_INLINE static uint32_t least_of(uint32_t scale) { return scale - ((kOne - 1) << kDropped); }
 
-    // Regular: neither infinity nor NaN, nor anything below the smallest code.
+    // Regular: nothing below the smallest code, nor from 2^127 on.
     template <bool Regular>
     LONGSHORE_INLINE static uint8_t encode(float value, uint32_t scale, uint32_t random) {
         const uint32_t magnitude = magnitude_of(value);
         const uint32_t added = (random << (kDropped - 16)) + (1u << (kDropped - 17));
         uint32_t number = ((magnitude + added) >> kDropped) - ((scale >> kDropped) - kOne);
-        number = number > kLargest ? kLargest : number;
         if constexpr (!Regular) {
+            const uint32_t largest = scale == kLargestScale ? kLargest - 1 : kLargest;  // twice that were infinity
+            number = number > largest ? largest : number;
             const uint32_t least = least_of(scale);
             uint32_t tiny;
             if constexpr (NeverNegative) {
@@ -199,9 +201,9 @@ struct EightBitStates {
         }
     }
 
-    // The bits of the power of two at or below a magnitude.
+    // The bits of the power of two below a magnitude, which is at most twice that.
     LONGSHORE_INLINE static uint32_t scale_of(uint32_t magnitude) {
-        const uint32_t exponent = magnitude >> 23;
+        const uint32_t exponent = magnitude == 0 ? 0 : (magnitude - 1) >> 23;
         return (exponent < kLeastExponent ? kLeastExponent : exponent) << 23;
     }
 
@@ -214,7 +216,7 @@ struct EightBitStates {
         const uint32_t largest = largest_of(larger), smallest = smallest_of(smaller);
         uint32_t scale = scale_of(largest);
         alignas(64) uint8_t encoded[kBlock];
-        if (largest < kInfinityBits && smallest >= Code::least_of(scale)) {
+        if (largest < kLargestScale && smallest >= Code::least_of(scale)) {
             for (size_t i = 0; i < kBlock; ++i) {
                 encoded[i] = Code::template encode<true>(values[i], scale, half_of<State>(random[i]));
             }

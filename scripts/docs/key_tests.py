@@ -36,6 +36,14 @@ _KEYS = {
         "zero_optimization.offload_param.device",
     ),
     "tests/engine/test_split.py::test_ratio": ("zero_optimization.offload_optimizer.ratio",),
+    "tests/engine/test_states_settings.py::test_formats_and_seeds_of_the_file": (
+        "zero_optimization.offload_optimizer.states",
+        "zero_optimization.offload_optimizer.states_seed",
+    ),
+    "tests/engine/test_states_settings.py::test_deepspeeds_keys_of_the_file": (
+        "bf16.bf16_optimizer_states",
+        "optimizer.params.fp32_optimizer_states",
+    ),
     "tests/engine/test_speculation.py::test_super_offload": ("zero_optimization.offload_optimizer.super_offload",),
     "tests/engine/test_speculation.py::test_the_share_of_the_cpus": (
         "zero_optimization.offload_optimizer.cpuadam_cores_perc",

@@ -26,6 +26,7 @@ FILE = {
     "gradient_clipping": 0.5,
 }
 SUPER_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+STATES = {"stage": 2, "offload_optimizer": {"device": "cpu", "states": "8bit", "states_seed": 3}}
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +162,18 @@ class TestFile:
         assert str(run["settings"]["engine"]["config"]["speculation_memory"]) == option
         assert str(run["settings"]["optimizer"]["speculation_memory"]) == option
 
+    def test_the_format_of_states_is_said_by_either(self, trained, config):
+        """The file, the command line with and without an engine, and DeepSpeed's key beside the option."""
+        offload = {"device": "cpu", "states": "bf16", "states_seed": 3}
+        by_file = trained("--config", config(zero_optimization={"stage": 2, "offload_optimizer": offload}))
+        options = ["--states", "bf16", "--states-seed", "3"]
+        assert by_file.differing(trained("--stage", "2", *CLIPPING, *options)) == []
+        assert by_file.differing(trained("--config", config(bf16={"bf16_optimizer_states": True}), *options)) == []
+        assert by_file.differing(trained("--release-gradients", *CLIPPING, *options)) == []
+        assert by_file.run["settings"]["optimizer"]["states_seed"] == 3
+        others = (["--states", "bf16"], [])
+        assert all(by_file.differing(trained("--stage", "2", *CLIPPING, *given)) for given in others)
+
     def test_auto(self, trained, config):
         auto = {
             "train_batch_size": "auto",
@@ -246,6 +259,14 @@ class TestFile:
              ["--lr", "0.001"], "scheduler.params.warmup_max_lr = 0.5: contradicts --lr 0.001"),
             ({"longshore": {"speculation_memory": "50%"}}, ["--speculation-memory", "100%"],
              'longshore.speculation_memory = "50%": contradicts --speculation-memory 100%'),
+            ({"zero_optimization": STATES}, ["--states", "fp32"],
+             'zero_optimization.offload_optimizer.states = "8bit": contradicts --states fp32'),
+            ({"zero_optimization": STATES}, ["--states-seed", "4"],
+             "zero_optimization.offload_optimizer.states_seed = 3: contradicts --states-seed 4"),
+            ({"bf16": {"bf16_optimizer_states": True}}, ["--states", "8bit"],
+             "bf16.bf16_optimizer_states = true: contradicts --states 8bit"),
+            ({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}}, ["--states", "fp32"],
+             "optimizer.params.fp32_optimizer_states = false: contradicts --states fp32"),
             ({"zero_optimization": SUPER_OFFLOAD}, ["--speculation-memory", "0"],
              "zero_optimization.offload_optimizer.super_offload = true: contradicts --speculation-memory 0"),
             ({"steps_per_print": 3}, ["--log-every", "2"], "steps_per_print = 3: contradicts --log-every 2"),

@@ -135,6 +135,32 @@ def test_more_steps(options, train, tmp_path, results):
     assert results(longer).differing(results(whole)) == []
 
 
+@pytest.mark.parametrize("options", [[], ["--stage", "1"]], ids=["alone", "engine"])
+def test_formats_of_states(options, train, tmp_path, results):
+    """A run goes on with the same random bits, and neither with others nor in another format."""
+    run = [*options, "--schedule", "constant", "--save-every", "2"]
+    encoded = [*run, "--states", "bf16", "--states-seed", "3"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(*encoded, "--out", whole).code == 0
+    assert train(*encoded, "--steps", "2", "--out", stopped).code == 0
+    again = ["--out", stopped, "--resume"]
+    assert "--states bf16 there, fp32 here" in train(*run, *again).refused()
+    assert "--states bf16 there, 8bit here" in train(*run, *again, "--states", "8bit").refused()
+    assert "--states-seed 3 there, 4 here. Give" in train(*encoded, "--states-seed", "4", *again).refused()
+    assert train(*encoded, *again).code == 0
+    assert results(stopped).differing(results(whole)) == []
+
+
+def test_a_run_from_before_there_were_formats(train, tmp_path):
+    out = tmp_path / "run"
+    assert train("--save-every", "2", "--out", out).code == 0
+    run = json.loads((out / "run.json").read_text())
+    del run["settings"]["optimizer"]["states"], run["settings"]["optimizer"]["states_seed"]
+    (out / "run.json").write_text(json.dumps(run))
+    assert "--states fp32 there, bf16 here" in train("--resume", "--out", out, "--states", "bf16").refused()
+    assert train("--resume", "--out", out, "--states-seed", "4").code == 0, "float32 is not rounded"
+
+
 def test_more_steps_of_a_schedule_that_follows_from_them(train, tmp_path):
     out, file = tmp_path / "run", tmp_path / "config.json"
     assert train("--save-every", "2", "--out", out).code == 0
@@ -242,6 +268,7 @@ OF_NO_BIT = {
         "resume",
         "resume_auto",
     ),  # stage: the order of sums
+    "states_seed",  # of float32 states, which are not rounded
     *("paths", "tokenizer", "device"),  # the tokens themselves are compared, and where the model is
     "activation_checkpointing",
     "stream",  # but for --release-gradients, which it means
@@ -261,6 +288,7 @@ OF_NO_BIT_IN_THE_ENGINE = {
     *("wrap_policy", "leaf_classes", "leaf_names", "leaf_name_suffixes", "gather_on_save", "detect_writes"),
     "compute_grad_norm",
     *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),
+    *("states", "states_seed"),  # they are compared as options
     *("tensorboard", "wandb", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "dump_state"),
 }
 
@@ -271,6 +299,7 @@ def test_every_option_that_changes_a_bit_is_compared():
         "path": Path("m"),
         "schedule": "linear",
         "rule": "muon",
+        "states": "8bit",
         "dtype": "bf16",
         "max_bytes": 9,
         "release_gradients": True,

@@ -210,11 +210,11 @@ def test_without_bias_correction() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: DeepSpeedCPUAdam(p, fp32_optimizer_states=False), "its state is always float32"),
+        (lambda p: DeepSpeedCPUAdam(p, fp32_optimizer_states=False), "states to bf16; leave fp32"),
         (lambda p: FusedAdam(p, set_grad_none=False), "always sets gradients to None"),
         (lambda p: DeepSpeedCPUAdagrad(p, amsgrad=True), "there is no amsgrad"),
-        (lambda p: DeepSpeedCPULion(p, fp32_optimizer_states=False), "its state is always float32"),
-        (lambda p: DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False), "its state is always float32"),
+        (lambda p: DeepSpeedCPULion(p, fp32_optimizer_states=False), "states to bf16; leave fp32"),
+        (lambda p: DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False), "states to bf16; leave fp32"),
         (lambda p: FusedLion(p, set_grad_none=False), "always sets gradients to None"),
         (lambda p: FusedAdam([nn.Parameter(p[0].bfloat16())]).step(), r"moments in torch\.bfloat16"),
         (lambda p: started(nn.Linear(1, 1), optimizer=FusedAdam(p, amsgrad=True), config=BATCH), "amsgrad"),

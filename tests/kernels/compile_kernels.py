@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from longshore.kernels import triton_rules
-from longshore.optim.rules.adagrad import adagrad
-from longshore.optim.rules.adam import adam
-from longshore.optim.rules.lion import lion
-from longshore.optim.rules.muon import muon_momentum, muon_update
-from longshore.optim.rules.sgd import sgd
+from longshore.kernels import Rule, StateFormat, triton_rules
+from longshore.optim.rules.adagrad import AdagradRule
+from longshore.optim.rules.adam import AdamRule
+from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.muon import MomentumRule, UpdateRule
+from longshore.optim.rules.sgd import SGDRule
 
 ARCHITECTURES = (80, 90, 100, 120)
 
@@ -35,7 +35,8 @@ _TILE = {
     "owners": "*i64",
     "scalar_rows": "*fp32",
     "UPDATE": "constexpr",
-    "BUFFER_ARRAYS": "constexpr",
+    "FIRST": "constexpr",
+    "SECOND": "constexpr",
     "ADOPT": "constexpr",
     "OUTPUT_LAST": "constexpr",
 }
@@ -43,6 +44,9 @@ _PASS = {"target": "i64", "source": "i64", "dtype": "i32", "numel": "i32", "add"
 _RECONCILE = {"master": "i64", "parameter": "i64", "dtype": "i32", "numel": "i32", "adopt": "i32", "differing": "*u8"}
 _SUM = {"starts": "*i64", "spans": "*i64", "factors": "*fp32", "sums": "*fp64"}
 _CHECKSUMS = {"table": "*i64", "owners": "*i64", "sums": "*i64"}
+
+_WITH_STATES = {"adam": (AdamRule, 3), "lion": (LionRule, 2), "adagrad": (AdagradRule, 2), "momentum": (SGDRule, 2)}
+"""Rules, and arrays of their buffers, that are compiled for each format of states."""
 
 
 class _Kernel(NamedTuple):
@@ -56,23 +60,24 @@ class _Kernel(NamedTuple):
 
 
 def _step(
-    label: str, update: Callable[..., Any], arrays: int, adopt: bool = False, output_last: bool = False
+    label: str, rule: type[Rule], arrays: int, adopt: bool = False, format: StateFormat = StateFormat.FP32
 ) -> _Kernel:
-    constants = {"UPDATE": triton_rules.device_function(update), "BUFFER_ARRAYS": arrays, "ADOPT": adopt}
-    constants["OUTPUT_LAST"] = output_last
+    first, second = triton_rules.state_codes(rule.states[: arrays - 1], format)
+    constants = {"UPDATE": triton_rules.device_function(rule.update), "FIRST": first, "SECOND": second, "ADOPT": adopt}
+    constants["OUTPUT_LAST"] = rule.outputs_last
     return _Kernel(label, "step_tile", _TILE, constants)
 
 
 def _kernels() -> Iterator[_Kernel]:
-    yield _step("adam", adam, 3)
-    yield _step("adam that adopts", adam, 3, adopt=True)
-    yield _step("lion", lion, 2)
-    yield _step("lion that fuses", lion, 2)._replace(fuses=True)
-    yield _step("adagrad", adagrad, 2)
-    yield _step("momentum", sgd, 2)
-    yield _step("sgd", sgd, 1)
-    yield _step("muon's momentum", muon_momentum, 1, output_last=True)
-    yield _step("muon's update", muon_update, 1)
+    for name, (rule, arrays) in _WITH_STATES.items():
+        yield _step(name, rule, arrays)
+        yield _step(f"{name}, bf16", rule, arrays, format=StateFormat.BF16)
+        yield _step(f"{name}, 8bit", rule, arrays, format=StateFormat.EIGHT_BIT)
+    yield _step("adam that adopts", AdamRule, 3, adopt=True)
+    yield _step("lion that fuses", LionRule, 2)._replace(fuses=True)
+    yield _step("sgd", SGDRule, 1)
+    yield _step("muon's momentum", MomentumRule, 1)
+    yield _step("muon's update", UpdateRule, 1)
     yield _Kernel("accumulate", "accumulate", _PASS)
     yield _Kernel("reconcile", "reconcile", _RECONCILE)
     yield _Kernel("sum_of_squares", "sum_of_squares", _SUM, num_warps=1)

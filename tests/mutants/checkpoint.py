@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "what has no gradient is not copied to the other buffer",
         "tiles/backend.py",
-        "                into[:, part] = buffer[:, part]\n",
+        "                copy_elements(into, buffer, part)\n",
         "                pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
@@ -138,9 +138,9 @@ MUTANTS = [
     Mutant(
         "a free buffer counts against the limit",
         "tiles/memory.py",
-        "        if free := self._idle.get(shape) or self._free.get(shape):\n",
-        "        free = self._idle.get(shape) or self._free.get(shape)\n"
-        "        if free and self.allocated_bytes + self.buffer_bytes(buffer_numel) <= most_bytes:\n",
+        "        if free := self._idle.get(sort) or self._free.get(sort):\n",
+        "        free = self._idle.get(sort) or self._free.get(sort)\n"
+        "        if free and self.allocated_bytes + self.buffer_bytes(kind) <= most_bytes:\n",
         (MEMORY,),
     ),
     # -- folders --------------------------------------------------------------

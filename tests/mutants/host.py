@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "states that are added later take the place of the master",
         "tiles/tile.py",
-        "self.buffer[[row - self.own_master for row in rows if row >= self.own_master]] = buffer\n",
-        "self.buffer[-buffer.shape[0] :] = buffer\n",
+        "[row - self.own_master for row in rows if row >= self.own_master]",
+        "[*range(self.buffer.shape[0])[-buffer.shape[0] :]]",
         (STORE,),
     ),
     Mutant(
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "idle segments are not copied to the spare buffer",
         "tiles/speculation.py",
-        "                target[:, part] = source[:, part]\n",
+        "                copy_elements(target, source, part)\n",
         "                pass\n",
         (STEPPING,),
     ),

@@ -35,8 +35,8 @@ MUTANTS = [
     Mutant(
         "the momentum is bfloat16",
         "tiles/matrices.py",
-        "        state = tile.buffer[-1:]\n",
-        "        state = tile.buffer[-1:]\n        state.copy_(state.bfloat16())\n",
+        "        state = float32_arrays(tile.buffer)[-1:]\n",
+        "        state = float32_arrays(tile.buffer)[-1:]\n        state.copy_(state.bfloat16())\n",
         (MUON,),
     ),
     Mutant(
@@ -169,19 +169,19 @@ MUTANTS = [
         "the last pass of a matrix that was stepped ahead is over the former momentum",
         "tiles/matrices.py",
         "                self.speculator.keep(tile)  # before the pass, which may fail half way\n"
-        "                self._pass(tile, master, tile.buffer[:-1]",
+        "                self._pass(tile, master, float32_arrays(tile.buffer)[:-1]",
         "                tile.move(TileEvent.REDO)\n"
         "                tile.move(TileEvent.COMMIT)\n"
         "                tile.move(TileEvent.COMMIT_DONE)\n"
-        "                self._pass(tile, master, tile.buffer[:-1]",
+        "                self._pass(tile, master, float32_arrays(tile.buffer)[:-1]",
         (AHEAD,),
     ),
     Mutant(
         "a matrix is kept after its last pass",
         "tiles/matrices.py",
         "                self.speculator.keep(tile)  # before the pass, which may fail half way\n"
-        "                self._pass(tile, master, tile.buffer[:-1], rows, rules, UNSCALED, tile.outputs)\n",
-        "                self._pass(tile, master, tile.spare[:-1], rows, rules, UNSCALED, tile.outputs)\n"
+        "                self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, tile.outputs)\n",
+        "                self._pass(tile, master, float32_arrays(tile.spare)[:-1], rows, rules, UNSCALED, tile.outputs)\n"
         "                self.speculator.keep(tile)\n",
         (AHEAD,),
     ),

@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         "outputs of a window are not free in the next",
         "tiles/speculation.py",
-        "            self._slots[bet.tile.layout.buffer_numel, bet.tile.output_bytes].append(bet.slot)\n",
+        "            self._slots[bet.tile.buffer_kind, bet.tile.output_bytes].append(bet.slot)\n",
         "            pass\n",
         (SPECULATION,),
     ),
@@ -184,15 +184,15 @@ MUTANTS = [
     Mutant(
         "a gradient that is written does not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n        of_gradient",
-        "        if which != GRADIENT:\n            self._void(parameter)\n        of_gradient",
+        "        self._void(parameter)\n        if which != GRADIENT:\n",
+        "        if which != GRADIENT:\n            self._void(parameter)\n        if which != GRADIENT:\n",
         (SPECULATION,),
     ),
     Mutant(
         "a state that is written does not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n        of_gradient",
-        "        if which == GRADIENT:\n            self._void(parameter)\n        of_gradient",
+        "        self._void(parameter)\n        if which != GRADIENT:\n",
+        "        if which == GRADIENT:\n            self._void(parameter)\n        if which != GRADIENT:\n",
         (SPECULATION,),
     ),
     Mutant(

@@ -23,9 +23,11 @@ MUTANTS = [
     ),
     Mutant(
         "the master of a parameter that is its own is written with a loaded state",
-        "tiles/store.py",
-        "        kept = self._kept(parameter, which, own_masters=False)\n",
-        "        kept = self._kept(parameter, which)\n",
+        "tiles/backends.py",
+        "            elif not tile.own_master:\n                master_of(buffer)[segment.layout.in_buffer].copy_(part)\n",
+        "            elif tile.own_master and self._values_of is not None:\n"
+        "                segment.part_of(self._values_of(parameter)).copy_(part)\n"
+        "            else:\n                master_of(buffer)[segment.layout.in_buffer].copy_(part)\n",
         ("tests/optim/test_own_masters.py",),
     ),
     Mutant(
@@ -38,8 +40,8 @@ MUTANTS = [
     Mutant(
         "a tile stepped ahead is compared with its new master",
         "tiles/backend.py",
-        "        master, reconcile = tile.buffer[0], self.kernels.reconcile\n",
-        "        master, reconcile = tile.spare[0], self.kernels.reconcile\n",
+        "        master, reconcile = master_of(tile.buffer), self.kernels.reconcile\n",
+        "        master, reconcile = master_of(tile.spare), self.kernels.reconcile\n",
         (UNSEEN_WRITES,),
     ),
     Mutant(

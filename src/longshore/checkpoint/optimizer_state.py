@@ -270,6 +270,10 @@ class OptimizerState:
                         found.append(WantedBoxes(where, tuple(record.shape), boxes, take))
         return found
 
+    def report_conversion(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
+        """Warn if loaded states were converted, or will be rounded with other random bits; for one rank."""
+        report_conversion(about, among, self.records, self._states_seed)
+
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
         """Restore everything but the arrays, once these are loaded."""
         handed_out = self.optimizer._core.handed_out
@@ -280,7 +284,6 @@ class OptimizerState:
                 "the run goes on, with other last bits than there, since products of matrices have others",
                 stacklevel=2,
             )
-        report_conversion(about, among, self.records, self._states_seed)
         for name, source in among.items():
             entry = about["parameters"].get(source)
             if entry is None:

@@ -259,6 +259,8 @@ class TrainingState:
             if state is not None:
                 state.restore_histories(about, fit.among)
                 state.restore_groups(about, fit.among)
+                if self._group.rank == 0:
+                    state.report_conversion(about, fit.among)
         except BaseException as failure:
             if state is not None:
                 state.abandon(failure)

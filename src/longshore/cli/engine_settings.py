@@ -26,6 +26,8 @@ _TYPES = {"adamw": "AdamW", "muon": "Muon"}
 """Types in a file, by values of --optimizer."""
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 """The key that says whether tiles are stepped ahead; another key gives the memory for it."""
+_BF16_STATES, _FP32_STATES = "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"
+"""DeepSpeed's keys for the format of the states, beside our own."""
 
 _SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 """The names in a file for the values of ``--schedule``."""
@@ -114,6 +116,8 @@ class _CommandLine:
             "zero_optimization.offload_optimizer.device": ("offload", "cpu" if optimizer.offload else "none"),
             "zero_optimization.offload_param.device": ("stream", "cpu" if self.settings.model.stream else "none"),
             "longshore.speculation_memory": ("speculation_memory", optimizer.speculation_memory),
+            "zero_optimization.offload_optimizer.states": ("states", optimizer.states),
+            "zero_optimization.offload_optimizer.states_seed": ("states_seed", optimizer.states_seed),
             "bf16.enabled": ("dtype", dtype == "bf16"),
             "fp16.enabled": ("dtype", dtype == "fp16"),
             "steps_per_print": ("log_every", loop.log_every),
@@ -145,6 +149,11 @@ class _CommandLine:
         if "speculation_memory" in self.given:
             ahead = bool(self.settings.optimizer.speculation_memory)
             yield self._says("speculation_memory", _SUPER_OFFLOAD, ahead)
+        states = self.given.get("states")
+        if states not in (None, "bf16"):  # where the file says false, it says nothing about bf16
+            yield self._says("states", _BF16_STATES, False)
+        if states is not None:
+            yield self._says("states", _FP32_STATES, states == "fp32")
 
     def load(self, file: Path | None, source: str) -> LoadedConfig:
         """Return the file's configuration, with the command line's values where it has none.
@@ -256,6 +265,8 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
             clip=config.gradient_clipping or 0.0,
             offload=config.offload_device == "cpu",
             speculation_memory=config.speculation_memory,
+            states=config.states,
+            states_seed=config.states_seed,
             schedule=None if config.scheduler is not None else settings.optimizer.schedule,
         ),
         loop=replace(

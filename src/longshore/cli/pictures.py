@@ -33,8 +33,8 @@ def load_figure() -> Any:
     return import_extra("matplotlib.figure").Figure
 
 
-def loss_curves(series: list[Series], title: str) -> bytes:
-    """Return a PNG with one pair of axes; series without points are left out."""
+def loss_curves(series: list[Series], title: str, what: str = "loss (nats per token)") -> bytes:
+    """Return a PNG with one pair of axes, the vertical one of ``what``; series without points are left out."""
     figure = load_figure()(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for line in series:
@@ -44,7 +44,7 @@ def loss_curves(series: list[Series], title: str) -> bytes:
             axes.plot(line.steps, line.losses, label=line.label, **look)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(what)
     axes.set_title(title)
     axes.grid(alpha=0.3)
     if axes.lines:

@@ -168,6 +168,7 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     shape, engine = get("model", "shape") or {}, get("engine", "config") or {}
     options = {name: get("optimizer", name) for name in _OPTIMIZER} | {name: get("loop", name) for name in _LOOP}
+    states = get("optimizer", "states") or "fp32"  # of runs from before there was a choice
     ranks, accumulation = get("loop", "ranks") or 0, get("loop", "accumulation") or 0
     predivide = ranks if engine.get("prescale_gradients") else engine.get("gradient_predivide_factor") or 1
     exact = engine.get("communication_dtype") in (None, "fp32") and math.frexp(predivide)[0] == 0.5
@@ -180,6 +181,8 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
         "--dtype": get("model", "dtype"),
         "--optimizer": get("optimizer", "rule") or "adamw",  # of runs from before there was a choice
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        "--states": states,
+        "--states-seed": get("optimizer", "states_seed") if states != "fp32" else None,  # float32 is not rounded
         "backwards a step (ranks times --accumulation)": ranks * accumulation,
         "order of sums (ranks, --accumulation, --stage)": order_of_sums(
             engine.get("stage") or 0, ranks, accumulation, exact

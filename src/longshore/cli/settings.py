@@ -165,6 +165,11 @@ _PLAIN = (
 )
 
 
+STATES = ("fp32", "bf16", "8bit")
+_STATES = (
+    "Format of AdamW's moments: bf16 (rounded stochastically) takes 10 bytes a parameter instead of 14, 8bit 8.1. "
+    "Masters stay fp32."
+)
 _RULE = (
     "AdamW for everything, or Muon for the hidden matrices and AdamW for the rest, with rates adjusted so that one "
     "--lr is for both."
@@ -195,9 +200,14 @@ class OptimizerSettings(CommandSettings):
     speculation_memory: Annotated[
         int | str, _training(_MEMORY, parse=_parse_speculation_memory, metavar="<memory>")
     ] = 0
+    states: Annotated[str, _training(_STATES, choices=STATES)] = "fp32"
+    states_seed: Annotated[int, _training("Seed of the rounding that --states does.", at_least=0)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.states != "fp32" and (self.plain or self.rule == "muon"):
+            why = "--plain trains with torch.optim" if self.plain else "the states of --optimizer muon are fp32 always"
+            raise SettingsError(f"--states {self.states} is for longshore's AdamW, and {why}: leave one out")
         for option, given in (
             ("--release-gradients sends gradients to the host", self.release_gradients),
             ("--speculation-memory is for stepping on the host", self.speculation_memory),

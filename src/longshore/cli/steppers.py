@@ -160,7 +160,10 @@ class LongshoreStepper(TrainStepper):
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, stream: longshore.Stream | None = None) -> None:
         offload = longshore.Offload(
-            device="cpu" if settings.offload else "none", speculation_memory=settings.speculation_memory
+            device="cpu" if settings.offload else "none",
+            speculation_memory=settings.speculation_memory,
+            states=settings.states,
+            states_seed=settings.states_seed,
         )
         kind: Any = longshore.Muon if settings.rule == "muon" else longshore.AdamW  # the signatures differ
         optimizer = kind(

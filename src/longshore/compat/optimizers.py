@@ -3,9 +3,9 @@
 ``initialize()`` replaces them by longshore's (``longshore_kind``), which keep their state where the configuration
 says. Without an engine, Adam and Adagrad step as torch's fused optimizers, and Lion as longshore's own.
 
-``params`` and ``model_params`` are parameters or groups. State is always float32, so ``fp32_optimizer_states=False``
-is refused, and ``zero_grad()`` always sets gradients to None, so ``set_grad_none=False`` is refused. Both raise
-ValueError.
+``params`` and ``model_params`` are parameters or groups. The format of states is one of the configuration's settings,
+so ``fp32_optimizer_states=False`` is refused, and ``zero_grad()`` always sets gradients to None, so
+``set_grad_none=False`` is refused. Both raise ValueError.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class FusedLion(Lion):
 
 def _check_options(name: str, **options: bool) -> None:
     why = {
-        "fp32_optimizer_states": "its state is always float32",
+        "fp32_optimizer_states": "the engine's configuration says which format its states have: set "
+        "zero_optimization.offload_optimizer.states to bf16",
         "set_grad_none": "zero_grad() always sets gradients to None",
     }
     for option, value in options.items():

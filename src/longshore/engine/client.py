@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import torch
 
+from longshore.engine.config.optimizers import check_encodable
+from longshore.kernels import StateFormat
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
 from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for
@@ -79,6 +81,7 @@ def converted(
     client = type(optimizer)
     native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
     kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
+    _check_states(optimizer, kind, offload)
     groups, defaults = _groups_of(optimizer, names), _without_flags(optimizer.defaults)
     made: TiledOptimizer
     if kind is not None:
@@ -223,6 +226,25 @@ def _elementwise(optimizer: torch.optim.Optimizer) -> str:
         f"be stepped in tiles; use longshore's {', '.join(OPTIMIZERS)}, torch's optimizers of these names, or torch's "
         f"{', '.join(ELEMENTWISE)}"
     )
+
+
+def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: StoreFactory | None) -> None:
+    """Check the format of the states: ``kind``, the longshore optimizer that will be made, has to have it, and states
+    that are encoded already must not silently become others."""
+    states = StateFormat.FP32 if offload is None else offload.state_format
+    name = type(optimizer).__name__
+    try:
+        check_encodable(name if kind is None else kind.__name__, states.value)
+    except ValueError as error:
+        raise ValueError(f"states {states.value} {error}") from None
+    if isinstance(optimizer, TiledOptimizer):
+        theirs = optimizer._core.offload.state_format
+        if theirs is not StateFormat.FP32 and theirs is not states:
+            raise ValueError(
+                f"the states of optimizer= ({name}) are {theirs.value}, by its Offload, and those of the optimizer "
+                f"that takes over are {states.value}: give states {theirs.value} here, too (in the configuration, or "
+                "in offload=)"
+            )
 
 
 def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:

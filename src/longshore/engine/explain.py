@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -13,6 +15,8 @@ from longshore.byte_sizes import format_byte_size
 from longshore.engine.binding import Binding
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
+from longshore.kernels.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFormat
+from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -53,6 +57,13 @@ class ParameterRow:
     applied: int
 
 
+class FormatCount(NamedTuple):
+    """Parameters whose states have one format, and all their elements, on whichever rank they are."""
+
+    parameters: int
+    numel: int
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The result of ``engine.explain()``; ``host_bytes`` and ``device_bytes`` count this rank's memory by kind."""
@@ -71,6 +82,10 @@ class Explanation:
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
     parameters: tuple[ParameterRow, ...]
+    states: str
+    """The format of the optimizer's states that was asked for."""
+    states_by_format: dict[str, FormatCount]
+    """The formats that parameters have: with ``"8bit"``, small ones have ``"bf16"``."""
     speculation: SpeculationRecord | None
     """Tiles that were stepped ahead in the last window; None if stepping ahead is off."""
     cpus: str
@@ -92,6 +107,7 @@ class Explanation:
             f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {where}, {self.tiles} tiles of up "
             f"to {self.tile_numel:,} elements"
         )
+        console.print(self._states_line())
         console.print(f"CPUs: {self.cpus}")
         for memory, kinds in (("host", self.host_bytes), ("device", self.device_bytes)):
             parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
@@ -120,6 +136,20 @@ class Explanation:
         console.print(table)
         if len(self.parameters) > _MOST_ROWS:
             console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
+
+    def _states_line(self) -> str:
+        """Return how the optimizer's states are encoded, with the rule if it is not the same for all parameters."""
+        line = f"optimizer states: {self.states}"
+        if self.states != StateFormat.EIGHT_BIT.value:
+            return line
+        encoded, others = (self.states_by_format.get(name, FormatCount(0, 0)) for name in ("8bit", "bf16"))
+        line += f" for {encoded.parameters:,} parameters ({encoded.numel:,} elements)"
+        if others.parameters:
+            line += (
+                f", bf16 for the other {others.parameters:,} ({others.numel:,} elements), which have one dimension, "
+                f"fewer than {EIGHT_BIT_LEAST_NUMEL:,} elements, or rows that are no multiple of {BLOCK_NUMEL} elements"
+            )
+        return line
 
 
 def explain(
@@ -173,10 +203,20 @@ def explain(
         host_bytes=dict(host_bytes),
         device_bytes=dict(device_bytes),
         parameters=tuple(rows),
+        states=core.offload.state_format.value,
+        states_by_format=_states_by_format(records),
         speculation=optimizer.speculation,
         cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
         streaming=None if stream is None else stream.explain(),
     )
+
+
+def _states_by_format(records: Iterable[ParameterRecord]) -> dict[str, FormatCount]:
+    found: dict[str, FormatCount] = {}
+    for record in records:
+        parameters, numel = found.get(record.coding.format.value, FormatCount(0, 0))
+        found[record.coding.format.value] = FormatCount(parameters + 1, numel + record.parameter.numel())
+    return found
 
 
 def _offloaded_share(local: TileStore) -> float:

@@ -99,7 +99,7 @@ def initialize(
         config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
         mesh_param: rejected, as ``mpu`` is.
         config_params: the old name of ``config``.
-        offload: settings of the host side in place of the configuration's (tests pass a simulated transfer).
+        offload: settings of host side and states in place of the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered, or copied to the device, whole: as in the configuration's
             ``longshore.wrap_policy``, or a function of name and module. None: the configuration's.
         weights: a safetensors file or a folder of them, for a model that may be on the meta device. None: rank 0's.
@@ -116,7 +116,7 @@ def initialize(
     environ = _environ(distributed_port, dist_init_required)
     configs = (config, config_params, getattr(args, "deepspeed_config", None))
     loaded = _loaded(configs, model, environ, needs_optimizer=optimizer is None)
-    ranks, settings = join(device=device, environ=environ), loaded.config
+    ranks, settings = join(device=device, environ=environ), _with_states_of(offload, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         for note in loaded.notes if ranks.rank == 0 else ():
@@ -147,6 +147,14 @@ def initialize(
 
 def _loader(data: Any, engine: Engine, share: Ranks, collate_fn: Any) -> Any:
     return make_loader(data, engine.train_micro_batch_size_per_gpu(), share, collate_fn, engine.config.drop_last)
+
+
+def _with_states_of(offload: Offload | None, config: Config) -> Config:
+    """Return the configuration with the states of the user's own ``offload``, so that ranks are compared by them, and
+    checkpoints say them."""
+    if offload is None:
+        return config
+    return config.model_copy(update={"states": offload.states, "states_seed": offload.states_seed})
 
 
 def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:
@@ -247,21 +255,22 @@ def _store_factory(
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     """Choose the settings of this rank's host side, which shares the machine's CPUs and memory with other ranks."""
     place, ahead = config.offload_device, config.speculation_memory
+    common: dict[str, Any] = {
+        name: getattr(config, name) for name in ("states", "states_seed", "detect_writes", "tile_numel")
+    }
     if place == "none" and ranks.device.type != "cpu":
-        return Offload(
-            config.tile_numel, config.threads, config.cpu_set, device=place, detect_writes=config.detect_writes
-        )
+        return Offload(threads=config.threads, cpu_set=config.cpu_set, device=place, **common)
     neighbours = binding.neighbours
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
-    cpus = host_cpus(config, neighbours, binding.host_threads)
+    threads, cpu_set = host_cpus(config, neighbours, binding.host_threads)
     return Offload(
-        config.tile_numel,
-        *cpus,
+        threads=threads,
+        cpu_set=cpu_set,
         device=place,
         speculation_memory=ahead,
         ratio=config.offload_ratio,
-        detect_writes=config.detect_writes,
+        **common,
     )
 
 

@@ -57,12 +57,12 @@ class EncodedBuffer:
         self.nbytes = block.nbytes
         self.device = block.device
         self.master = block[: masters * numel]
-        words = format.state_words(numel)
+        states, words = arrays - masters, format.state_words(numel)
         scale_words = -(-numel // BLOCK_NUMEL) if format is StateFormat.EIGHT_BIT else 0
-        states, code_words = arrays - masters, words - scale_words
-        codes = block[masters * numel :][: states * code_words].view(states, code_words)
+        code_words, behind = words - scale_words, block[masters * numel :]
+        codes = behind[: states * code_words].view(states, code_words)
         self._codes = codes.view(torch.int16 if format is StateFormat.BF16 else torch.uint8)[:, :numel]
-        self._scales = block[block.numel() - states * scale_words :].view(states, scale_words)
+        self._scales = behind[states * code_words :].view(states, scale_words)
 
     def data_ptr(self) -> int:
         return self.block.data_ptr()

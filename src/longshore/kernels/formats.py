@@ -40,7 +40,7 @@ class StateFormat(Enum):
 
     @property
     def code(self) -> int:
-        """Number of the format in native/kernels.h and in triton_rules.py."""
+        """Number of the format in native/kernels.h."""
         return list(StateFormat).index(self)
 
     @property
@@ -139,6 +139,7 @@ def random_bits(key: int, place: int, numel: int) -> Tensor:
 # -- bfloat16 ------------------------------------------------------------------
 
 _INFINITY = 0x7F800000
+_LARGEST_SCALE = 0x7F000000  # 2**127
 
 
 def encode_bfloat16(values: Tensor, random: Tensor | None) -> Tensor:
@@ -170,8 +171,8 @@ class ByteCode(NamedTuple):
     """One of the two codes of 8 bits.
 
     A code is a sign, if it has one, and a number from 0 on: 0 is zero; the largest two are infinity and NaN; those
-    between are ``2**octave * (1 + mantissa / 2**mantissa_bits)``, in order, and the largest of them is in the octave of
-    the block's scale.
+    between are ``2**octave * (1 + mantissa / 2**mantissa_bits)``, in order, and the largest is twice the block's
+    scale.
     """
 
     signed: bool
@@ -198,7 +199,7 @@ class ByteCode(NamedTuple):
     @property
     def one(self) -> int:
         """The code of the block's scale itself."""
-        return self.largest - (1 << self.mantissa_bits) + 1
+        return self.largest - (1 << self.mantissa_bits)
 
 
 SIGNED = ByteCode(True, 3)
@@ -224,10 +225,12 @@ def encode_bytes(values: Tensor, code: ByteCode, random: Tensor | None) -> tuple
     bits = values.view(torch.int32).long() & _MASK
     magnitude = bits & 0x7FFFFFFF if code.signed else bits
     finite = torch.where(magnitude < _INFINITY, magnitude, 0).view(-1, BLOCK_NUMEL)
-    exponent = (finite.amax(1) >> 23).clamp(LEAST_EXPONENT, 254)
+    # The largest number is at most twice the scale: to cut it off there would draw a moment that falls toward zero.
+    exponent = ((finite.amax(1) - 1) >> 23).clamp(min=LEAST_EXPONENT)
     one = (exponent << 23).repeat_interleave(BLOCK_NUMEL)
     added = 1 << (drop - 1) if random is None else (random << (drop - 16)) | (1 << (drop - 17))
-    number = (((magnitude + added) >> drop) - (one >> drop) + code.one).clamp(max=code.largest)
+    number = ((magnitude + added) >> drop) - (one >> drop) + code.one
+    number = number.minimum(torch.where(one == _LARGEST_SCALE, code.largest - 1, code.largest))  # finite stays finite
     least = one - ((code.one - 1) << drop)
     if code.signed:
         share = 0.5 if random is None else random.float() * 2.0**-16

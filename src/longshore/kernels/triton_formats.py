@@ -32,12 +32,16 @@ SCALE_NUMEL = tl.constexpr(formats.BLOCK_NUMEL)
 """Number of elements of a state of 8 bits that share a scale; BLOCK is a multiple of it."""
 INFINITY = tl.constexpr(0x7F800000)
 """Bits of the float32."""
+LARGEST_SCALE = tl.constexpr(0x7F000000)
+"""Bits of 2**127."""
 FIRST_MIX = tl.constexpr(formats.MIX_FACTORS[0])
 SECOND_MIX = tl.constexpr(formats.MIX_FACTORS[1])
 PLACE_FACTOR = tl.constexpr(formats.PLACE_FACTOR)
 LEAST_EXPONENT = tl.constexpr(formats.LEAST_EXPONENT)
 SIGNED_BITS = tl.constexpr(formats.SIGNED.mantissa_bits)
+SIGNED_ONE = tl.constexpr(formats.SIGNED.one)
 UNSIGNED_BITS = tl.constexpr(formats.UNSIGNED.mantissa_bits)
+UNSIGNED_ONE = tl.constexpr(formats.UNSIGNED.one)
 
 
 # Conversions between float32 and bfloat16 or float16, with the integer arithmetic of native/convert.h: a GPU's own
@@ -146,7 +150,7 @@ def decode_bytes(codes, scales, CODE: tl.constexpr):
     MANTISSA: tl.constexpr = SIGNED_BITS if CODE == SIGNED else UNSIGNED_BITS
     SIGN: tl.constexpr = 0x80 if CODE == SIGNED else 0
     NAN: tl.constexpr = 0xFF - SIGN
-    ONE: tl.constexpr = NAN - 1 - 2**MANTISSA
+    ONE: tl.constexpr = SIGNED_ONE if CODE == SIGNED else UNSIGNED_ONE
     u = codes.to(tl.uint32)
     number = u & NAN
     bits = bits_of(scales) + ((number - ONE) << (23 - MANTISSA))
@@ -168,16 +172,18 @@ def encode_bytes(values, random, CODE: tl.constexpr):
     MANTISSA: tl.constexpr = SIGNED_BITS if CODE == SIGNED else UNSIGNED_BITS
     SIGN: tl.constexpr = 0x80 if CODE == SIGNED else 0
     NAN: tl.constexpr = 0xFF - SIGN
-    ONE: tl.constexpr = NAN - 1 - 2**MANTISSA
+    ONE: tl.constexpr = SIGNED_ONE if CODE == SIGNED else UNSIGNED_ONE
     DROPPED: tl.constexpr = 23 - MANTISSA
     u = bits_of(values)
     magnitude = u & 0x7FFFFFFF if CODE == SIGNED else u  # without a sign, a negative number is above INFINITY: NaN
     finite = tl.reshape(tl.where(magnitude < INFINITY, magnitude, 0), [BLOCK // SCALE_NUMEL, SCALE_NUMEL])
-    scales = tl.maximum(tl.reduce(finite, 1, larger) >> 23, LEAST_EXPONENT) << 23
+    largest = tl.maximum(tl.reduce(finite, 1, larger), 1)
+    scales = tl.maximum((largest - 1) >> 23, LEAST_EXPONENT) << 23
     scale = tl.reshape(tl.broadcast_to(scales[:, None], [BLOCK // SCALE_NUMEL, SCALE_NUMEL]), [BLOCK])
     added = (random << (DROPPED - 16)) | 2 ** (DROPPED - 17)
     number = ((magnitude + added) >> DROPPED) - (scale >> DROPPED) + ONE
-    number = tl.minimum(number, NAN - 2)
+    # The largest number is twice the scale; where that would be infinity, finite values stay finite.
+    number = tl.minimum(number, tl.where(scale == LARGEST_SCALE, NAN - 3, NAN - 2).to(tl.uint32))
     least = scale - ((ONE - 1) << DROPPED)
     if CODE == SIGNED:
         share = random.to(tl.uint16).to(tl.float32) * 1.52587890625e-05  # 2**-16: exact
@@ -190,7 +196,7 @@ def encode_bytes(values, random, CODE: tl.constexpr):
     return number.to(tl.uint8), float_of(scales)
 
 
-# States in a tile's buffer, whose arrays have `numel` elements each. `state` is 0 or 1; the codes of both begin with
+# States in a tile's buffer, whose arrays have `numel` elements each. `STATE` is 0 or 1; the codes of both begin with
 # words of 4 bytes, and the scales are behind the codes of the last of them.
 
 

@@ -75,4 +75,6 @@ def test_parameters_in_the_table_are_those_of_the_models(section: str, models: d
             for name in names_in(f"{section}.params", kind)
             if KEYS[f"{section}.params", name].treatment is Treatment.HONOURED
         }
-        assert taken - {"adam_w_mode", "torch_adam", "ns_method"} == {*model.model_fields} - {"type"}, kind
+        assert taken - {"adam_w_mode", "torch_adam", "ns_method", "fp32_optimizer_states"} == {*model.model_fields} - {
+            "type"
+        }, kind

@@ -131,6 +131,24 @@ def test_defaults() -> None:
     assert (config.stage, config.offload_device, config.dtype, config.loss_scaling) == (2, "cpu", None, None)
 
 
+def test_the_format_of_states() -> None:
+    """As a field, and in a file; the engine's states have it, and an optimizer without is an error of the fit."""
+    offload = {"states": "bf16", "states_seed": 3, "device": "cpu"}
+    file = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    modules = []
+    for strategy in (LongshoreStrategy(states="bf16", states_seed=3), LongshoreStrategy(file), LongshoreStrategy()):
+        modules.append(fitted(Net(), strategy))
+        config = strategy.engine.config
+        assert (config.states, config.states_seed) == (("bf16", 3) if len(modules) < 3 else ("fp32", 0))
+        assert strategy.engine.explain(print_it=False).states_by_format.keys() == {config.states}
+    weights = [torch.cat([each.detach().flatten() for each in module.parameters()]) for module in modules]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    with pytest.raises(longshore.ConfigError, match=r"states = \"fp8\": must be one of"):
+        LongshoreStrategy(states="fp8")
+    module = Net(lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3))
+    refused(LongshoreStrategy(states="8bit"), "states 8bit is for .* the states of RMSprop are float32", module)
+
+
 def test_the_loss_scale() -> None:
     def scaling(precision: str, config: Any = None, made: LossScaling | None = None) -> LossScaling | None:
         given = LightningArguments("Trainer", precision, 1, accumulation=1, loss_scaling=made)

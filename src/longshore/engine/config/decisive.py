@@ -9,7 +9,8 @@ from pydantic_core import to_jsonable_python
 from longshore.engine.config.model import Config
 
 OF_EACH_RANK = ("autocast", "cast_inputs", "loss_scaling", "gradient_clipping", "scheduler")
-"""Fields of ``Config`` that change bits on one rank too. Those of the optimizer are restored with its state."""
+"""Fields of ``Config`` that change bits on one rank too. Those of the optimizer are restored with its state, which also
+says which ``states`` and ``states_seed`` it has."""
 
 BETWEEN_RANKS = ("communication_dtype", "accumulation_dtype", "prescale_gradients", "gradient_predivide_factor")
 """Fields that change bits on several ranks. So does ``stage``, see :func:`order_of_sums`."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel, Problem
 from longshore.engine.config.batch import DEEPSPEED, OURS, BatchNumbers, check_world_size, resolve
 from longshore.engine.config.model import MONITORS, Config, LossScaling
-from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS
+from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, check_encodable
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import TARGETS
@@ -26,6 +26,11 @@ _MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 """Learning rates of DeepSpeed's Muon where a file gives none."""
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
+
+_STATES = f"{_OFFLOAD}.states"
+_BF16_STATES, _FP32_STATES = "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"
+_FORMATS = {(_BF16_STATES, True): ("bf16",), (_FP32_STATES, False): ("bf16", "8bit"), (_FP32_STATES, True): ("fp32",)}
+"""The formats of states with which DeepSpeed's keys agree, by key and value."""
 
 _NO_OPTIMIZER = Problem(
     "optimizer",
@@ -110,8 +115,8 @@ def _translate(
     fields |= _batch_fields(reading, world_size)
     if fields.get("steps_per_print") == math.inf:
         fields["steps_per_print"] = None
-    readers = (_precision_fields, _clipping_fields, _offload_fields, _param_fields, _wrap_fields, _monitor_fields)
-    for read in (*readers, _named_fields):
+    readers = (_precision_fields, _clipping_fields, _offload_fields, _states_fields, _param_fields, _wrap_fields)
+    for read in (*readers, _monitor_fields, _named_fields):
         fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)
@@ -266,6 +271,35 @@ def _offload_fields(reading: Reading) -> dict[str, Any]:
     return fields
 
 
+def _states_fields(reading: Reading) -> dict[str, Any]:
+    """Read the format of the optimizer's states, which DeepSpeed's own keys may give too."""
+    values = reading.values
+    if reading.has_problem(_STATES):
+        return {}
+    asking = [path for path, asks in ((_BF16_STATES, True), (_FP32_STATES, False)) if values.get(path) is asks]
+    by = _STATES if _STATES in values else next(iter(asking), "")
+    states = values.get(_STATES, "bf16" if asking else "fp32")
+    for (path, value), formats in _FORMATS.items():
+        if by and values.get(path) is value and states not in formats:
+            what = f"must agree with {by}, by which states are {states}; change one, or leave one out"
+            reading.problem(path, what, value)
+            return {"states": "fp32"}
+    if states != "fp32" and (kind := values.get("optimizer.type")) is not None:
+        try:
+            check_encodable(kind, states)
+        except ValueError as error:
+            reading.problem(by, str(error), values[by])
+            return {"states": "fp32"}
+    if by in asking:
+        masters = "gives them the dtype of the masters, and if that is bf16, " if by == _FP32_STATES else ""
+        reading.notes.append(
+            f"{by} is read as {_STATES} bf16, which is rounded stochastically; DeepSpeed {masters}rounds to nearest, "
+            "by which a second moment with beta2 0.999 never decays: a step changes it by less than half a unit in "
+            "the last place"
+        )
+    return {"states": states}
+
+
 def _param_fields(reading: Reading) -> dict[str, Any]:
     """Read ``offload_param``, whose parameters have to be stepped on the host, and are cast by no autocast."""
     path = "zero_optimization.offload_param.device"
@@ -307,6 +341,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
 
 def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
     """Return the model of an optimizer, and change ``given``, a file's parameters, into its fields."""
+    given.pop("fp32_optimizer_states", None)  # see _states_fields
     defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
     if kind == "Muon":
         if "lr" not in given:

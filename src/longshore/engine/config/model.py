@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from longshore.engine.config.base import ConfigError, FrozenModel, Problem
 from longshore.engine.config.batch import OURS, BatchNumbers, check_world_size, resolve
-from longshore.engine.config.optimizers import OptimizerConfig
+from longshore.engine.config.optimizers import OptimizerConfig, check_encodable
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -27,6 +27,7 @@ from longshore.engine.config.values import (
 )
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+StatesName = Literal["fp32", "bf16", "8bit"]
 
 _Count = Annotated[int, AT_LEAST_1]
 _MaybeCount = Annotated[int | None, AT_LEAST_1]
@@ -38,6 +39,7 @@ _DEVICE = OneOf(
 _PARAM_DEVICE = OneOf(
     ("none", "cpu"), {"nvme": 'parameters on NVMe are not kept by longshore; use "cpu", where they rest in host memory'}
 )
+_STATES = OneOf(("fp32", "bf16", "8bit"))
 _SCALE = Number(above=0, maximum=LARGEST_SCALE)
 _WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
 
@@ -145,6 +147,10 @@ class Config(FrozenModel):
         offload_ratio: the share of the optimizer's state that is on the host, as ``ratio`` in
             :class:`longshore.Offload`. The rest, which belongs to the parameters whose gradients come last, stays on
             the device and is stepped there. The weights are the same bits. Needs ``offload_device`` cpu.
+        states: format of the optimizer's states, wherever they are, as in :class:`longshore.Offload`: ``"fp32"``;
+            ``"bf16"``, rounded stochastically, for 10 bytes of memory a parameter instead of 14; or ``"8bit"``, for
+            8.1. Masters are float32 in each. For Adam, AdamW, Lion, Adagrad and SGD with momentum.
+        states_seed: a number on which the random bits of that rounding depend.
         detect_writes: each step finds what was written to parameters where torch cannot see it, as in
             :class:`longshore.Offload`.
         dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
@@ -200,6 +206,8 @@ class Config(FrozenModel):
     cpu_share: Annotated[float | None, FRACTION] = None
     speculation_memory: Annotated[int | str, Budget()] = 0
     offload_ratio: Annotated[float, FRACTION] = 1.0
+    states: Annotated[StatesName, _STATES] = "fp32"
+    states_seed: Annotated[int, Number(whole=True)] = 0
     detect_writes: bool = True
 
     dtype: Annotated[DtypeName | None, DTYPE] = None
@@ -232,6 +240,15 @@ class Config(FrozenModel):
         if not is_given and "fp16" in (DTYPE.read(values.get("dtype")), DTYPE.read(values.get("autocast"))):
             return {**values, "loss_scaling": LossScaling()}
         return values
+
+    @model_validator(mode="after")
+    def _states_fit_the_optimizer(self) -> Config:
+        if self.optimizer is not None:
+            try:
+                check_encodable(self.optimizer.type, self.states)
+            except ValueError as error:
+                raise ValueError(f"states {self.states} {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

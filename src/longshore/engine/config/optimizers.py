@@ -125,6 +125,20 @@ def optimizers_with(option: str) -> tuple[str, ...]:
     return tuple(name for name, model in OPTIMIZERS.items() if option in model.model_fields)
 
 
+ENCODABLE = tuple(name for name, kind in CLASSES.items() if kind.rules.encodable)
+"""Optimizers whose states may be in another format than float32."""
+
+
+def check_encodable(optimizer: str, states: str) -> None:
+    """Raise ValueError for an optimizer, by name, whose states cannot be in this format; the message follows the name
+    of the setting."""
+    if states != "fp32" and optimizer not in ENCODABLE:
+        raise ValueError(
+            f"is for {', '.join(ENCODABLE)}, and the states of {optimizer} are float32 always: leave it out, or use "
+            "another optimizer"
+        )
+
+
 _COMPRESSED = "its compressed, stale gradients cannot give the weights of plain torch; use AdamW"
 _SHAPES = "it looks at shapes or norms of whole parameters, which a tile does not show"
 _MUP = "mup's groups carry their own learning rates: build Adam or SGD groups with mup, and pass longshore's optimizer"
@@ -137,7 +151,7 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
     "lbfgs": "it calls the model several times a step; use torch.optim.LBFGS without longshore",
     "sparseadam": "sparse gradients are refused; make the embedding with sparse=False and use Adam",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
-    "adam8bit": "its quantized state is not what plain torch keeps; use AdamW, whose state is on the host",
+    "adam8bit": "use AdamW, with zero_optimization.offload_optimizer.states 8bit",
     **dict.fromkeys(("adamax", "nadam", "radam", "rmsprop", "rprop", "adadelta", "asgd"), _CLIENT),
 }
 """Names of refused optimizers in lower case, each with the reason and what to do."""

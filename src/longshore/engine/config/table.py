@@ -32,7 +32,7 @@ from longshore.engine.config.values import (
 
 _DATA_PARALLEL = "longshore shards data-parallel ranks only"
 _MASTERS = "masters are float32 always; leave it out"
-_MOMENTS = "moments are float32 always; leave it out"
+_BF16 = "states bf16 of offload_optimizer, rounded stochastically. The two keys must agree."
 _SCALED = "Read if fp16 is enabled."
 _GATHERED = (
     "It chooses what stage 3 gathers and when, and no weight depends on it. See wrap_policy in the section longshore."
@@ -232,6 +232,8 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         accepted("buffer_count", AT_LEAST_0, _NVME),
         accepted("pipeline_read pipeline_write fast_init", BOOLEAN, _NVME),
         setting("ratio", "offload_ratio", "DeepSpeed calls it Twin-Flow."),
+        setting("states"),
+        setting("states_seed"),
         honoured("super_offload", BOOLEAN, "Steps on the host while backward runs. true means speculation_memory auto, "
                  "unless the section longshore sets it. Clipping and rollback are exact."),
         honoured("cpuadam_cores_perc", FRACTION, "The share of the CPUs on which host threads run. It is read "
@@ -262,8 +264,8 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
                  "true: a step whose gradients are not finite is skipped (a static loss scale of 1). Default: false, "
                  "NaN and infinity are applied as torch does; DeepSpeed's default is true, so a note says so."),
         old_name("check_overflow", BOOLEAN, "bf16.check_grad_overflow"),
-        switch("bf16_master_weights_and_grads", _MASTERS),
-        switch("bf16_optimizer_states", _MOMENTS),
+        switch("bf16_master_weights_and_grads", f"{_MASTERS}: bf16_optimizer_states is read without it"),
+        honoured("bf16_optimizer_states", BOOLEAN, f"true: {_BF16}", auto=Auto.OMIT),
     ),
     "torch_autocast": (
         honoured("enabled", BOOLEAN, "`torch.autocast` around forward."),
@@ -292,7 +294,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
                 of=(*_ADAM, "Adagrad")),
         switch("capturable", "a host step cannot be captured in a CUDA graph; leave it out"),
         switch("differentiable", "autograd cannot see a host step; leave it out"),
-        refused("fp32_optimizer_states", BOOLEAN, (True,), _MOMENTS),
+        honoured("fp32_optimizer_states", BOOLEAN, f"false: {_BF16}", auto=Auto.OMIT),
         refused("initial_accumulator_value", NOT_NEGATIVE, (0.0,), "the sum starts at 0; leave it out",
                 of=("Adagrad",)),
         refused("max_grad_norm", NOT_NEGATIVE, (0.0,), "set gradient_clipping, at the top of the file, instead"),
