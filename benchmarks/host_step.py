@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import host_step_formats
 from benchmarks.floor import NotAvailable, load_floor
 from benchmarks.report import Row, at_least
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
@@ -204,6 +205,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     steps["ours"] = ours(arrays, settings.threads)
     steps["ours_tiled"] = ours(arrays, settings.threads, tiled=True)
     steps["ours_out_of_place"] = ours(arrays, settings.threads, in_place=False)
+    steps |= host_step_formats.steps(arrays.state, arrays.slot, settings.threads, RULE, Scale(CLIP_SCALE))
     steps["by_hand"] = by_hand(arrays)
     note("loading DeepSpeed's CPUAdam (it compiles at first use)")
     try:
@@ -282,6 +284,7 @@ def rows(results: Mapping[str, Any]) -> list[Row]:
             table.append(at_least(PART, what, paired_ratio(times[name], times["ours"]), "x", goal, note))
         else:
             table.append(Row(PART, what, None, "", note=missing[name]))
+    table += host_step_formats.rows(PART, results)
     sets = results["instruction_sets"]
     for name in sets:
         if name != "ours":

@@ -27,6 +27,7 @@ class Run(NamedTuple):
     async_save: bool
     steps: int
     optimizer: str = "AdamW"
+    states: str = "fp32"
 
 
 def _train_with_muon(engine: Any) -> None:
@@ -64,7 +65,7 @@ def run(rank: int, world_size: int, store: str, about: Run, pipe: Connection) ->
     )
     try:
         muon = about.optimizer == "Muon"
-        engine = _engine_with_muon(about.stage) if muon else make_engine(Setting(about.stage))
+        engine = _engine_with_muon(about.stage) if muon else make_engine(Setting(about.stage, states=about.states))
         torch.manual_seed(100 + rank)
         with contextlib.suppress(NoCheckpointError):  # none was completed before a kill
             engine.load_checkpoint(about.folder)

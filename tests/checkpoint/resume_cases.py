@@ -37,22 +37,28 @@ class Setting(NamedTuple):
     ahead: bool = False
     optimizer: str = "AdamW"
     accumulation: int = 1
+    states: str = "fp32"
+    states_seed: int = 0
 
 
 class Dropping(Tower):
-    """A tower with what a checkpoint must not forget: dropout, a buffer that changes, frozen weights."""
+    """A tower with what a checkpoint must not forget: dropout, a buffer that changes, frozen weights; and in a ``wide``
+    one, a matrix whose states may have 8 bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: bool = False) -> None:
         super().__init__()
         self.calls: Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.frozen = nn.Linear(5, 5, bias=False)
         self.frozen.weight.requires_grad_(False)
+        self.wide = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 5)) if wide else None
 
     def forward(self, words: Tensor, extra: bool = False, **_: Any) -> Any:
         self.calls += 1
         hidden = nn.functional.dropout(self.frozen(self.embedding(words)), 0.2)
+        if self.wide is not None:
+            hidden = hidden + self.wide(hidden)
         return super().forward(words, extra, hidden=hidden)
 
 
@@ -60,9 +66,9 @@ def _rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def make_engine(setting: Setting, seed: int = 0) -> Any:
+def make_engine(setting: Setting, seed: int = 0, wide: bool = False) -> Any:
     torch.manual_seed(seed)
-    model = Dropping().to(DTYPES[setting.dtype])
+    model = Dropping(wide or setting.states != "fp32").to(DTYPES[setting.dtype])
     staged = setting.place in ("simulated", "split")
     heads = [*model.extra.parameters()]
     trunk = [p for p in model.parameters() if p.requires_grad and not any(p is head for head in heads)]
@@ -86,23 +92,28 @@ def make_engine(setting: Setting, seed: int = 0) -> Any:
         device=config.offload_device,
         speculation_memory="100%" if setting.ahead else 0,
         ratio=0.2 if setting.place == "split" else 1.0,
+        states=setting.states,
+        states_seed=setting.states_seed,
     )
     blocks = (lambda _, module: isinstance(module, Block)) if setting.stage == 3 else None
-    return longshore.initialize(
-        model=model,
-        optimizer=None if ours else lambda groups: getattr(torch.optim, setting.optimizer)(groups, **options),
-        model_parameters=[{"params": trunk}, {"params": heads, "lr": 5e-3}],
-        config=config,
-        offload=offload,
-        wrap_policy=blocks,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5),
-        training_data=torch.arange(60).view(20, 3) % WORDS,
-    ).engine
+    with warnings.catch_warnings():
+        if setting.place == "split" and model.wide is not None:  # of which nothing fits the device's share
+            warnings.filterwarnings("ignore", "ratio=")
+        return longshore.initialize(
+            model=model,
+            optimizer=None if ours else lambda groups: getattr(torch.optim, setting.optimizer)(groups, **options),
+            model_parameters=[{"params": trunk}, {"params": heads, "lr": 5e-3}],
+            config=config,
+            offload=offload,
+            wrap_policy=blocks,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5),
+            training_data=torch.arange(60).view(20, 3) % WORDS,
+        ).engine
 
 
 @contextmanager
-def engine_of(setting: Setting, seed: int = 0) -> Iterator[Any]:
-    engine = make_engine(setting, seed)
+def engine_of(setting: Setting, seed: int = 0, wide: bool = False) -> Iterator[Any]:
+    engine = make_engine(setting, seed, wide)
     try:
         yield engine
     finally:

@@ -33,6 +33,9 @@ SETTINGS = [
     Setting(2, "simulated", ahead=True),
     Setting(2, "split", ahead=True, tile_numel=7),
     Setting(2, optimizer="RMSprop"),
+    Setting(2, "simulated", states="bf16"),
+    Setting(2, states="8bit"),
+    Setting(2, ahead=True, states="8bit"),
 ]
 quiet = pytest.mark.filterwarnings("ignore:torch.optim.* has no kernel")
 
@@ -61,6 +64,7 @@ def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
         Setting(2, "split"),
         Setting(3),
         Setting(3, "simulated", ahead=True),
+        Setting(3, "simulated", states="8bit"),
     ],
 )
 def test_on_two_ranks(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
@@ -87,7 +91,10 @@ def test_no_more_memory_than_granted(setting: Setting, buffers: int, tmp_path: P
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize("setting", [Setting(0), Setting(0, "simulated", ahead=True), Setting(0, "split")])
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(0), Setting(0, "simulated", ahead=True), Setting(0, "split"), Setting(0, states="8bit")],
+)
 def test_writes_to_state(setting: Setting, optimizer: str, tmp_path: Path) -> None:
     setting = setting._replace(optimizer=optimizer)
     saved = cases.write_state_while_writing(setting, str(tmp_path))

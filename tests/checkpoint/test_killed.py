@@ -91,16 +91,16 @@ def kill_once(about: Run, chance: random.Random, after: int | None = None) -> No
 
 
 @functools.lru_cache
-def undisturbed(stage: int, optimizer: str) -> str:
+def undisturbed(stage: int, optimizer: str, states: str = "fp32") -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return result_of(Run(str(Path(folder) / "run"), stage, False, STEPS, optimizer))
+        return result_of(Run(str(Path(folder) / "run"), stage, False, STEPS, optimizer, states))
 
 
 def check(about: Run, seed: int, kills: int) -> None:
     chance = random.Random(seed)
     for _ in range(kills):
         kill_once(about, chance)
-    assert result_of(about) == undisturbed(about.stage, about.optimizer)
+    assert result_of(about) == undisturbed(about.stage, about.optimizer, about.states)
     kept = {path.name for path in Path(about.folder).iterdir() if not path.name.startswith(".")}
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
@@ -114,6 +114,20 @@ def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, 
     latest = (Path(about.folder) / "latest").read_text().strip()
     assert latest in {f"global_step{step}" for step in range(1, STEPS)}
     assert result_of(about, world_size=1) == undisturbed(stage, "Muon")
+
+
+def test_killed_with_states_of_8_bits(tmp_path: Path) -> None:
+    """In the middle of the run."""
+    about = Run(str(tmp_path / "run"), 3, True, STEPS, states="8bit")
+    kill_once(about, random.Random(5), after=3)
+    assert (Path(about.folder) / "latest").read_text().strip() in {f"global_step{step}" for step in range(1, STEPS)}
+    assert result_of(about) == undisturbed(3, "AdamW", "8bit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "async_save", "states"), [(0, True, "8bit"), (2, False, "bf16"), (3, False, "8bit")])
+def test_killed_while_saving_encoded_states(stage: int, async_save: bool, states: str, tmp_path: Path) -> None:
+    check(Run(str(tmp_path / "run"), stage, async_save, STEPS, states=states), stage, 5)
 
 
 @pytest.mark.slow

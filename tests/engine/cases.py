@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from on_device import device_type, keep_busy
+from plain_states import StatesLoop
 from support import whole
 
 import longshore
-from engine.scenarios import MUON, SCENARIOS, Oracle, Scenario, drive, groups_of, make_model, norm_of
+from engine.scenarios import MUON, SCENARIOS, Oracle, Scenario, drive, groups_of, make_model, norm_of, width_for
 from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """As a configuration has them."""
 BUCKETS = {"small": 50, "about": 1100, "large": 100_000}
-"""The largest parameter has 1089 elements."""
+"""The largest parameter has 1089 elements, and the largest of the wide model about four times as many."""
 
 
 AHEAD = ("off", "on", "wrong", "mixed")
@@ -78,16 +79,24 @@ def _device(place: str, rank: int) -> torch.device:
 
 
 def engine_of(
-    scenario: Scenario, stage: int, place: str, bucket: str, dtype: torch.dtype, ahead: str, optimizer: str = "AdamW"
+    scenario: Scenario,
+    stage: int,
+    place: str,
+    bucket: str,
+    dtype: torch.dtype,
+    ahead: str,
+    optimizer: str = "AdamW",
+    states: str = "fp32",
 ) -> Any:
     """The engine of a cell, on this rank."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model = make_model(dtype, scenario.tied, "cpu" if place == "device streamed" else _device(place, rank))
+    on = "cpu" if place == "device streamed" else _device(place, rank)
+    model = make_model(dtype, scenario.tied, on, width_for(states))
     scenario.prepare(model)
     # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
-    bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1)
+    bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1) * (1 if states == "fp32" else 4)
     config = longshore.Config(
         stage=stage,
         offload_device="none" if place == "none" else "cpu",
@@ -107,6 +116,7 @@ def engine_of(
         device=config.offload_device,
         speculation_memory=0 if ahead == "off" else "100%",
         ratio=0.2 if place.endswith("split") else 1.0,
+        states=states,
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
@@ -147,15 +157,16 @@ def run(
     ahead: str,
     world_size: int,
     optimizer: str = "AdamW",
+    states: str = "fp32",
 ) -> dict[str, Any]:
     """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
-    engine = engine_of(scenario, stage, place, bucket, dtype, ahead, optimizer)
+    engine = engine_of(scenario, stage, place, bucket, dtype, ahead, optimizer, states)
     model = engine.module
-    oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), optimizer, **OPTIONS)
+    oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), optimizer, states, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.param_groups]
     clipped = kept = redone = 0
     step_ahead(engine.optimizer._core.store, ahead)
@@ -188,10 +199,27 @@ def run(
             for entry, parameter in zip(engine.explain(False).parameters, oracle.loop.parameters, strict=True):
                 gradient = gradients[[id(p) for p in oracle.loop.parameters].index(id(parameter))]
                 assert entry.applied == (gradient is not None), entry
+        check_states(engine, oracle)
         tiles = engine.explain(False).tiles
-        return {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps, "kept": kept, "redone": redone}
+        formats = {tile.format.value for part in engine.optimizer._core.store.local.backends for tile in part.tiles}
+        found = {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps, "kept": kept, "redone": redone}
+        return {**found, "formats": formats}
     finally:
         engine.optimizer.close()
+
+
+def check_states(engine: Any, oracle: Oracle) -> None:
+    """States that are not float32 are the oracle's; every rank has to ask."""
+    if not isinstance(oracle.loop, StatesLoop):
+        return
+    ours = dict(engine.module.named_parameters())
+    index_of = {id(parameter): index for index, parameter in enumerate(oracle.loop.parameters)}
+    for fqn, theirs in oracle.model.named_parameters():
+        kept = oracle.loop.kept[index_of[id(theirs)]]
+        state = engine.optimizer.state[ours[fqn]] if kept.has_states else {}
+        assert state.get("step", 0) == kept.step, fqn
+        for name in kept.names if kept.has_states else ():
+            assert torch.equal(whole(state[name]).cpu(), kept.read(name).view(theirs.shape)), (fqn, name)
 
 
 def distance(name: str, stage: int, world_size: int) -> float:

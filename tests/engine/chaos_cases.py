@@ -13,14 +13,19 @@ import torch
 from support import whole
 
 import longshore
-from engine.cases import OPTIONS, step_ahead
-from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, drive, inputs, make_model
+from engine.cases import OPTIONS, check_states, step_ahead
+from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, drive, inputs, make_model, width_for
 from longshore.errors import GradientError
 
 UNITS = (("first", "heads.a", "heads.b", "second"), ("norm", "third"), HEADS, ())
 """What stage 3 gathers apart; the rest comes with the model."""
 MODULES = ("first", "norm", "second", "third", "heads.a", "heads.b", "heads.c", "")
 """Where a forward or a backward raises; the last is the model itself: behind all that is gathered."""
+
+
+def states_of(seed: int) -> str:
+    """The format of the optimizer's states."""
+    return ("fp32", "bf16", "fp32", "8bit")[seed % 4]
 
 
 def delays(seed: int, most_s: float) -> Callable[[], None]:
@@ -69,14 +74,17 @@ class Schedule:
         self.most_s = dice.choice([0.0, 0.0005, 0.002])
         self.usual = dice.choice([1, 1, 2, 3])
         self.units = dice.choice(UNITS)
+        self.states = states_of(seed)
         self.seen: Counter[str] = Counter()
+        self.seen[self.states] += 1
 
     def config(self) -> longshore.Config:
+        bucket_numel = self.bucket_numel * (1 if self.states == "fp32" else 4)  # as its parameters are larger
         return longshore.Config(
             stage=self.stage,
             offload_device="none" if self.place == "none" else "cpu",
-            reduce_bucket_numel=self.bucket_numel,
-            allgather_bucket_numel=self.bucket_numel,
+            reduce_bucket_numel=bucket_numel,
+            allgather_bucket_numel=bucket_numel,
             overlap_comm=self.overlap,
             gradient_clipping=self.clip,
             optimizer={"type": "AdamW", **OPTIONS},
@@ -94,6 +102,7 @@ class Schedule:
             device="none" if self.place == "none" else "cpu",
             speculation_memory=0 if self.ahead == "off" else self.dice.choice(["50%", "100%"]),
             ratio=0.2 if self.place == "split" else 1.0,
+            states=self.states,
         )
 
     def window(self) -> Window:
@@ -138,14 +147,15 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
 
     rank, schedule = dist.get_rank(), Schedule(seed)
     dice, dtype = schedule.dice, schedule.dtype
-    model = make_model(dtype)
+    model = make_model(dtype, width=width_for(schedule.states))
     offload = schedule.offload(1000 * seed + rank)
     engine = longshore.initialize(
         model=model, config=schedule.config(), offload=offload, wrap_policy=schedule.wrap_policy()
     ).engine
     _delay(engine.optimizer._core.store, 1000 * seed + rank, schedule.most_s)
     step_ahead(engine.optimizer._core.store, schedule.ahead)
-    oracle = Oracle(Scenario(), dtype, dist.get_world_size(), schedule.stage, **OPTIONS)
+    how = {"states": schedule.states, **OPTIONS}
+    oracle = Oracle(Scenario(), dtype, dist.get_world_size(), schedule.stage, **how)
     try:
         for step in range(windows):
             if dice.random() < 0.1:
@@ -167,6 +177,7 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
             if (record := engine.optimizer.speculation) is not None:
                 schedule.seen.update(kept=record.kept, redone=record.redone, dropped=record.dropped)
             schedule.seen["stepped"] += 1
+        check_states(engine, oracle)
         return schedule.seen
     finally:
         engine.optimizer.close()

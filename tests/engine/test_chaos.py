@@ -1,4 +1,7 @@
-"""Random schedules on two ranks; ``make test-chaos`` plays thousands of them, and a failing seed replays."""
+"""Random schedules on two ranks, with states of every format.
+
+``make test-chaos`` plays thousands of them, and a failing seed replays.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def play(seeds: range, two_ranks: Ranks) -> Counter[str]:
 def test_a_few_schedules(first: int, two_ranks: Ranks) -> None:
     seen = play(range(first, first + _FEW), two_ranks)
     # They do what they are there for.
-    for what in ("kept", "redone", "discarded", "mixed", "announced", "declared", "evaluated"):
+    for what in ("kept", "redone", "discarded", "mixed", "announced", "declared", "evaluated", "bf16", "8bit"):
         assert seen[what] > 0, what
     assert any("raised" in what and "stage 3" in what for what in seen), seen
     assert seen["stepped"] == 5 * _FEW

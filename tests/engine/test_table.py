@@ -62,12 +62,13 @@ def test_every_cell(
     check((scenario, stage, place, bucket, dtype, ahead), two_ranks if world_size == 2 else None)
 
 
-def check(cell: tuple[Any, ...], ranks: Ranks | None, optimizer: str = "AdamW") -> None:
+def check(cell: tuple[Any, ...], ranks: Ranks | None, optimizer: str = "AdamW", states: str = "fp32") -> None:
     """Run a cell on ``ranks``, or in this process, and see that it did what its scenario is about."""
     scenario, *_, ahead = cell
     world_size = ranks.world_size if ranks else 1
-    results = (ranks or _here)(cases.run, *cell, world_size, optimizer)
+    results = (ranks or _here)(cases.run, *cell, world_size, optimizer, states)
     for result in results:
+        assert result["formats"] == {"bf16", states} if states != "fp32" else result["formats"] == {"fp32"}
         assert result["tiles"] > 1
         assert result["steps"] == SCENARIOS[scenario].steps
         steady = ahead != "off" and SCENARIOS[scenario].steady
@@ -121,6 +122,33 @@ def test_every_cell_with_muon(where: str, scenario: str, bucket: str, dtype: str
     check((scenario, stage, place, bucket, dtype, ahead), two_ranks if world_size == 2 else None, "Muon")
 
 
+STATES_COLUMNS = {"states": ["bf16", "8bit"], **MUON_COLUMNS}
+
+
+def states_marks(states: str, *cell: str) -> list[pytest.MarkDecorator]:
+    """Of the quick rows, every other scenario has 8 bits."""
+    turn = STATES_COLUMNS["states"][(list(SCENARIOS).index(cell[1]) + 1) % 2]
+    return marks(muon_row(*cell)) or ([pytest.mark.slow] if states != turn else [])
+
+
+STATES_ROWS = [
+    pytest.param(*cell, marks=states_marks(*cell))
+    for cell in itertools.product(*STATES_COLUMNS.values())
+    if is_distinct(*muon_row(*cell[1:]))
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(tuple(STATES_COLUMNS), STATES_ROWS)
+def test_every_cell_with_encoded_states(
+    states: str, where: str, scenario: str, bucket: str, dtype: str, ahead: str, two_ranks: Ranks
+) -> None:
+    """States that are not float32; with 8 bits, some have bfloat16. ``make test`` has as many rows as with Muon."""
+    world_size, stage, place = WHERE[where]
+    ranks = two_ranks if world_size == 2 else None
+    check((scenario, stage, place, bucket, dtype, ahead), ranks, states=states)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", COLUMNS["stage"])
 @pytest.mark.parametrize("place", ["none", *COLUMNS["place"]])
@@ -150,3 +178,12 @@ def test_four_ranks_within_a_bound(stage: int, four_ranks: Ranks) -> None:
 def test_four_ranks_with_muon(scenario: str, stage: int, four_ranks: Ranks) -> None:
     """Bit for bit: Newton-Schulz makes more of a last place than a bound allows."""
     check((scenario, stage, "simulated", "small", "bf16", "mixed"), four_ranks, "Muon")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", COLUMNS["stage"])
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_four_ranks_with_encoded_states(states: str, stage: int, four_ranks: Ranks) -> None:
+    """Bit for bit: a number that is rounded to another neighbour is further away than a bound allows."""
+    cell = "changing accumulation with different heads", stage, "simulated", "small", "bf16", "mixed"
+    check(cell, four_ranks, states=states)

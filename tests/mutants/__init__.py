@@ -12,6 +12,7 @@ from mutants import (
     planning,
     sharding,
     speculation,
+    states,
     transfer,
     writes,
 )
@@ -22,6 +23,7 @@ __all__ = ["MUTANTS", "ROOT", "Mutant"]
 MUTANTS = [
     *host.MUTANTS,
     *muon.MUTANTS,
+    *states.MUTANTS,
     *speculation.MUTANTS,
     *transfer.MUTANTS,
     *device.MUTANTS,

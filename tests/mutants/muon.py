@@ -180,8 +180,10 @@ MUTANTS = [
         "a matrix is kept after its last pass",
         "tiles/matrices.py",
         "                self.speculator.keep(tile)  # before the pass, which may fail half way\n"
-        "                self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, tile.outputs)\n",
-        "                self._pass(tile, master, float32_arrays(tile.spare)[:-1], rows, rules, UNSCALED, tile.outputs)\n"
+        "                self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, "
+        "tile.outputs)\n",
+        "                self._pass(tile, master, float32_arrays(tile.spare)[:-1], rows, rules, UNSCALED, "
+        "tile.outputs)\n"
         "                self.speculator.keep(tile)\n",
         (AHEAD,),
     ),

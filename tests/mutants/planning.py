@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import PLAN_MATRICES, PLAN_MEMORY, PLANNER, SIMULATION, Mutant
+from mutants.mutant import PLAN_MATRICES, PLAN_MEMORY, PLAN_STATES, PLANNER, SIMULATION, Mutant
 
 MUTANTS = [
     Mutant(
@@ -123,5 +123,96 @@ MUTANTS = [
         "{matrix.tiles.key: matrix.first_bytes for",
         "{matrix.tiles.key: matrix.tiles.num_bytes for",
         (PLAN_MATRICES,),
+    ),
+    Mutant(
+        "planned tiles end within a block of 8-bit states",
+        "plan/layout.py",
+        "count_tiles(members, tile_numel, format.unit)",
+        "count_tiles(members, tile_numel)",
+        (f"{PLAN_STATES}::test_one_rank",),
+    ),
+    Mutant(
+        "planned tiles have the format of the states that was asked for, whatever the parameter",
+        "plan/layout.py",
+        "job.state_format.of_parameter(each.shape)",
+        "job.state_format",
+        (f"{PLAN_STATES}::test_one_rank",),
+    ),
+    Mutant(
+        "planned tiles mix formats of states",
+        "plan/layout.py",
+        "alike.setdefault((each.dtype, each.format), [])",
+        "alike.setdefault((each.dtype, ranges[0][1].format), [])",
+        (f"{PLAN_STATES}::test_one_rank",),
+    ),
+    Mutant(
+        "planned shards end within a block of 8-bit states",
+        "plan/layout.py",
+        "shard_numel_of(members, ranks, formats[members[0][0]].unit)",
+        "shard_numel_of(members, ranks)",
+        (f"{PLAN_STATES}::test_two_ranks",),
+    ),
+    Mutant(
+        "planned buckets mix parameters that are divided at blocks with others",
+        "plan/layout.py",
+        "each.unit if stage == 3 else formats[index].unit)",
+        "each.unit if stage == 3 else 1)",
+        (f"{PLAN_STATES}::test_two_ranks",),
+    ),
+    Mutant(
+        "planned buckets of stage 3 do not go by what is gathered together",
+        "plan/layout.py",
+        "(each.dtype, each.unit if stage == 3 else formats[index].unit)",
+        "(each.dtype, formats[index].unit)",
+        (f"{PLAN_STATES}::test_what_a_bucket_has_in_common",),
+    ),
+    Mutant(
+        "spares are planned in float32",
+        "plan/memory.py",
+        "(group.run.tiles, group.state_bytes(), group.dtype",
+        "(group.run.tiles, _FLOAT_BYTES * group.arrays * group.run.buffer_numel, group.dtype",
+        (f"{PLAN_STATES}::test_one_rank",),
+    ),
+    Mutant(
+        "a parameter that is its own master is planned to have another one",
+        "plan/memory.py",
+        "group.state_bytes(layout.own_master(dtype))",
+        "group.state_bytes()",
+        (f"{PLAN_STATES}::test_one_rank",),
+    ),
+    Mutant(
+        "a planned step only reads the states",
+        "plan/layout.py",
+        "return 2 * self.format.buffer_bytes(self.arrays, self.run.numel)",
+        "return self.format.buffer_bytes(self.arrays, self.run.numel)",
+        (f"{PLAN_STATES}::test_a_step_moves_the_bytes_of_its_format",),
+    ),
+    Mutant(
+        "a part on the device is planned to be stepped in float32",
+        "plan/simulation.py",
+        "(group.pass_bytes() + 6 * group.run.numel)",
+        "(8 * group.arrays + 6) * group.run.numel",
+        (f"{PLAN_STATES}::test_a_part_on_the_device_is_stepped_by_its_format",),
+    ),
+    Mutant(
+        "a refusal compares with the formats that take more",
+        "plan/planner.py",
+        "formats[formats.index(self.job.state_format) + 1 :]",
+        "formats[: formats.index(self.job.state_format)]",
+        (f"{PLAN_STATES}::test_a_refusal_names_the_format_that_fits",),
+    ),
+    Mutant(
+        "every format is planned as the one that was asked for",
+        "plan/planner.py",
+        "replace(self.job, states=format.value))\n            own",
+        "self.job)\n            own",
+        (f"{PLAN_STATES}::test_what_fits_by_format",),
+    ),
+    Mutant(
+        "a configuration decides on the format of states, and not the command line",
+        "cli/plan.py",
+        "self.states or self.optimizer.states or",
+        "self.optimizer.states or self.states or",
+        ("tests/cli/test_plan_states.py::test_the_states_of_a_configuration",),
     ),
 ]

@@ -24,7 +24,8 @@ MUTANTS = [
     Mutant(
         "the master of a parameter that is its own is written with a loaded state",
         "tiles/backends.py",
-        "            elif not tile.own_master:\n                master_of(buffer)[segment.layout.in_buffer].copy_(part)\n",
+        "            elif not tile.own_master:\n"
+        "                master_of(buffer)[segment.layout.in_buffer].copy_(part)\n",
         "            elif tile.own_master and self._values_of is not None:\n"
         "                segment.part_of(self._values_of(parameter)).copy_(part)\n"
         "            else:\n                master_of(buffer)[segment.layout.in_buffer].copy_(part)\n",

@@ -34,9 +34,29 @@ class Odd(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def made(dtypes: str) -> nn.Module:
+class Wide(nn.Module):
+    """Parameters with states of 8 bits, and such as are too small, or whose rows are no whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(71, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 130), nn.Linear(130, 64), nn.Linear(64, 64, bias=False), nn.LayerNorm(64))
+            for _ in range(2)
+        )
+        self.narrow = nn.Linear(64, 21)
+        self.head = nn.Linear(64, 71, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).float().square().mean() + self.narrow(x).float().square().mean()
+
+
+def made(dtypes: str, kind: type[nn.Module] = Odd) -> Any:
     torch.manual_seed(0)
-    model = Odd()
+    model: Any = kind()
     if dtypes == "mixed":
         model.layers[1].bfloat16()
         model.layers[1].register_forward_pre_hook(lambda _, inputs: tuple(each.bfloat16() for each in inputs))
@@ -61,8 +81,12 @@ def counts(
     tile_numel: int | None = 112,
     bucket_numel: int = 700,
     params: Mapping[str, Any] | None = None,
+    states: str | None = None,
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
-    """What the engine counts, and what was planned: at the end of the third backward, before its step."""
+    """What the engine counts, and what was planned: at the end of the third backward, before its step.
+
+    With ``states``, for a model whose states can have other formats than float32.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -70,11 +94,11 @@ def counts(
     staged, offload = place != "direct", "none" if place == "resident" else "cpu"
     param_device = "cpu" if place == "streamed" else "none"
     dtype = torch.bfloat16 if dtypes == "bf16" else None
-    job = Job(
-        2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel, optimizer_params=params
-    )
+    kind, format = (Odd, "fp32") if states is None else (Wide, states)
+    sizes = {"bucket_numel": bucket_numel, "tile_numel": tile_numel}
+    job = Job(2, 8, accumulation, dtype, optimizer, **sizes, optimizer_params=params, states=format)
     choice = PlanChoice(stage, offload, ratio, speculation, param_device)
-    planned_model = plan_of_module(made(dtypes), "odd")
+    planned_model = plan_of_module(made(dtypes, kind), "odd")
     layout = lay_out(planned_model, job, choice, ranks, staged, rank)
     planned = count_bytes(layout)
     config = longshore.Config(
@@ -91,9 +115,9 @@ def counts(
     simulated = staged and param_device == "none"
     transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if simulated else None
     offloading = longshore.Offload(
-        tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, speculation_memory=speculation
+        tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, speculation_memory=speculation, states=format
     )
-    model = made(dtypes)
+    model = made(dtypes, kind)
     engine, *_ = longshore.initialize(model=model, config=config, offload=offloading, wrap_policy=None)
     found: Any = None
     for step in range(3):

@@ -17,7 +17,7 @@ import typer
 from longshore.byte_sizes import parse_byte_size
 from longshore.cli.options import CommandLine, CommandSettings, Option, takes
 from longshore.cli.pictures import load_figure
-from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
+from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, STATES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
 from longshore.cli.terminal import CommandError, SettingsError, make_console, one_line, print_lines
 from longshore.plan.quantities import parse_flops, parse_rate
 
@@ -49,15 +49,19 @@ _bytes = partial(_machine, parse=_parse_memory, metavar="<size>")
 _rate = partial(_described, parse=parse_rate, metavar="<rate>")
 Rate = float | None
 _DEVICE_MEMORY = "Memory of a GPU, in place of the data sheet's."
+_BF16_STATES, _FP32_STATES = "bf16_optimizer_states", "fp32_optimizer_states"
+"""DeepSpeed's keys for the format of states, of the section bf16 and of an optimizer's parameters."""
 _PLACE = "Plan only choices with optimizer state in host memory, or only others."
 _RESTING = "Plan only choices whose parameters rest in host memory, or only others."
 
 
 class OptimizerChoice(NamedTuple):
-    """The optimizer of a plan: its name in Python, and its parameters in a configuration; None: the usual ones."""
+    """The optimizer of a plan: its name in Python, its parameters in a configuration, and the format of its states
+    there; None: the usual ones."""
 
     name: str
     params: Mapping[str, Any] | None = None
+    states: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -79,7 +83,8 @@ def _parse_optimizer(text: str) -> OptimizerChoice:
 
 
 def _optimizer_of_file(file: str) -> OptimizerChoice:
-    """Return the optimizer that a configuration names; what is "auto" there has its default."""
+    """Return the optimizer that a configuration names, with the format of its states; what is "auto" there has its
+    default."""
     from longshore.engine.config.load import load_config, read_config
 
     try:
@@ -90,18 +95,36 @@ def _optimizer_of_file(file: str) -> OptimizerChoice:
         if isinstance(section, dict) and isinstance(params, dict):
             params = {name: value for name, value in params.items() if value != "auto"}
             section = {**section, "params": params}
-        # The other sections are for the number of ranks of a job, which a plan is not told by the file.
-        alone = {"train_micro_batch_size_per_gpu": 1, **({} if section is None else {"optimizer": section})}
-        found = load_config(alone, needs_optimizer=True, source=file).config.optimizer
+        # The rest of the other sections is for the number of ranks of a job, which a plan is not told by the file.
+        alone = {"train_micro_batch_size_per_gpu": 1, **_states_in(content)}
+        alone |= {} if section is None else {"optimizer": section}
+        config = load_config(alone, needs_optimizer=True, source=file).config
     except ValueError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    assert found is not None
-    return OptimizerChoice(found.type, params)
+    assert config.optimizer is not None
+    params = params and {name: value for name, value in params.items() if name != _FP32_STATES}
+    return OptimizerChoice(config.optimizer.type, params, config.states)
+
+
+def _states_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a configuration with nothing but the keys that give the format of the states."""
+
+    def section(within: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        found = within.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+    offload, bf16 = section(section(content, "zero_optimization"), "offload_optimizer"), section(content, "bf16")
+    found: dict[str, Any] = {}
+    if offload.get("states", "auto") != "auto":
+        found["zero_optimization"] = {"offload_optimizer": {"states": offload["states"]}}
+    if bf16.get(_BF16_STATES, "auto") != "auto":
+        found["bf16"] = {_BF16_STATES: bf16[_BF16_STATES]}
+    return found
 
 
 _OPTIMIZER = (
     "Optimizer to plan: AdamW, Muon, SGD or another one of longshore's, by its name in Python; or a .json "
-    "configuration, of which the optimizer is taken."
+    "configuration, of which the optimizer and the format of its states are taken."
 )
 
 
@@ -114,6 +137,7 @@ class PlanSettings(CommandSettings):
     accumulation: Accumulation = 1
     dtype: Annotated[str, _training("Parameters' dtype; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
     optimizer: Annotated[OptimizerChoice, _training(_OPTIMIZER, parse=_parse_optimizer, metavar="<name>")] = _USUAL
+    states: Annotated[str | None, _training("Format of the optimizer's states. Default: fp32.", choices=STATES)] = None
     clip: Clip = 1.0
     activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
@@ -139,6 +163,7 @@ class PlanSettings(CommandSettings):
             dtype=DTYPES.get(self.dtype),
             optimizer=self.optimizer.name,
             optimizer_params=self.optimizer.params,
+            states=self.states or self.optimizer.states or STATES[0],
             clipping=self.clip or None,
             checkpointing=self.activation_checkpointing,
         )
@@ -339,7 +364,10 @@ def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
         print_lines([json.dumps(content, indent=2)])
         return
     print_lines(page.head(plan))
-    make_console().print(page.table(plan))
+    console = make_console()
+    console.print(page.table(plan))
+    if (formats := page.formats(plan)) is not None:
+        console.print(formats)
     print_lines(page.tail(plan))
     if out is not None:
         print_lines([f"wrote {out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png"])

@@ -20,14 +20,19 @@ from torch import nn
 import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
 from longshore.engine.config import load_config
-from longshore.engine.config.optimizers import MuonConfig, OptimizerConfig
+from longshore.engine.config.optimizers import ENCODABLE, MuonConfig, OptimizerConfig, check_encodable
+from longshore.kernels import StateFormat, parse_state_format
 from longshore.layout import MatrixLayout
 from longshore.optim.rule_optimizer import OPTIMIZERS
 
 
 @dataclass(frozen=True)
 class Job:
-    """The part of training that is the same for all choices of a plan."""
+    """The part of training that is the same for all choices of a plan.
+
+    Raises:
+        ValueError: there is no such format of states, or the optimizer's cannot have it.
+    """
 
     batch_size: int = 1  # sequences in one backward on one rank
     seq_len: int = 2048  # tokens in a sequence
@@ -39,6 +44,24 @@ class Job:
     bucket_numel: int = 500_000_000  # ``reduce_bucket_size``, in elements
     tile_numel: int | None = None  # elements in a tile; None: the engine's default
     optimizer_params: Mapping[str, Any] | None = None  # as in a DeepSpeed file; None: what the optimizer suggests
+    states: str = StateFormat.FP32.value  # format of the optimizer's states, as in :class:`longshore.Offload`
+
+    def __post_init__(self) -> None:
+        states = self.state_format.value
+        try:
+            check_encodable(self.optimizer, states)
+        except ValueError as error:
+            raise ValueError(f"states {states} {error}") from None
+
+    @property
+    def state_format(self) -> StateFormat:
+        """Format of the states, as far as a parameter's shape allows it."""
+        return parse_state_format(self.states)
+
+    @property
+    def state_formats(self) -> tuple[StateFormat, ...]:
+        """Formats that the states of the job's optimizer may have."""
+        return tuple(StateFormat) if self.optimizer in ENCODABLE else (StateFormat.FP32,)
 
     @property
     def tokens(self) -> int:
@@ -62,7 +85,7 @@ class Job:
 
     @cached_property
     def state_arrays(self) -> int:
-        """Float32 arrays of optimizer state: the master weights, and the optimizer's own; of parameters that are no
+        """Arrays of optimizer state: the master weights, and the optimizer's own; of parameters that are no
         matrices."""
         config = self.optimizer_config
         group = {"use_muon": False} if isinstance(config, MuonConfig) else config.options()
@@ -118,6 +141,8 @@ def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
             zero["offload_optimizer"]["ratio"] = choice.ratio
         if choice.speculation:
             own["speculation_memory"] = choice.speculation
+    if job.state_format is not StateFormat.FP32:
+        zero.setdefault("offload_optimizer", {"device": choice.offload})["states"] = job.state_format.value
     if choice.streams:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if job.tile_numel is not None:
@@ -188,7 +213,7 @@ class PlannedModel:
     def numel(self) -> int:
         return sum(each.numel for each in self.parameters)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[PlannedParameter, ...]:
         return tuple(each for each in self.parameters if each.trainable)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from longshore.kernels import StateFormat
 from longshore.layout import TileCount, count_tiles, default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.matrices import (
@@ -33,6 +34,7 @@ class PlannedRange(NamedTuple):
     numel: int
     dtype: torch.dtype
     bucket: int | None  # index of the bucket that reduces its gradient; None: nothing is reduced
+    format: StateFormat  # of its states
 
 
 class PlannedBucket(NamedTuple):
@@ -45,12 +47,21 @@ class PlannedBucket(NamedTuple):
 
 
 class TileGroup(NamedTuple):
-    """Consecutive tiles of one size and dtype."""
+    """Consecutive tiles of one size, dtype and format of states."""
 
     run: TileCount  # its parameters are indices into RankLayout.owned
     dtype: torch.dtype
     gradient_dtype: torch.dtype
-    arrays: int  # float32 arrays of state, with the masters
+    arrays: int  # arrays of state, with the masters
+    format: StateFormat  # of the other arrays than the masters
+
+    def state_bytes(self, own_master: bool = False) -> int:
+        """Return the bytes of one tile's state buffer; ``own_master``: without the masters."""
+        return self.format.buffer_bytes(self.arrays, self.run.buffer_numel, own_master)
+
+    def pass_bytes(self) -> int:
+        """Return the bytes of state that a step of one tile reads and writes."""
+        return 2 * self.format.buffer_bytes(self.arrays, self.run.numel)
 
 
 @dataclass(frozen=True)
@@ -114,17 +125,20 @@ def lay_out(
     if choice.stage == 3 and ranks > 1:
         numels = _rows_of(model, ranks, rank)
     order = laid_out_order(model)
-    owned = [PlannedRange(index, numels[index], model.trainable[index].dtype, None) for index in order]
+    formats = _formats_of(model, job)
+    owned = [PlannedRange(index, numels[index], model.trainable[index].dtype, None, formats[index]) for index in order]
     buckets: list[PlannedBucket] = []
     if ranks > 1:
-        owned, buckets = _sharded(model, job.bucket_numel, choice.stage, (ranks, rank), numels)
+        owned, buckets = _sharded(model, job, choice.stage, (ranks, rank), numels)
     moves = staged and choice.offload == "cpu"
     is_matrix = [model.trainable[each.parameter].matrices is not None for each in owned]
     plain = [(index, each) for index, each in enumerate(owned) if not is_matrix[index]]
     kept = kept_on_device([each.numel for _, each in plain], choice.ratio if moves else 1.0)
     gradient_dtype = None if ranks == 1 else torch.float32
-    on_host = [(index, each.numel - first, each.dtype) for (index, each), first in zip(plain, kept, strict=True)]
-    on_device = [(index, first, each.dtype) for (index, each), first in zip(plain, kept, strict=True)]
+    on_host = [
+        (index, each._replace(numel=each.numel - first)) for (index, each), first in zip(plain, kept, strict=True)
+    ]
+    on_device = [(index, each._replace(numel=first)) for (index, each), first in zip(plain, kept, strict=True)]
     tile_numel = job.tile_numel or default_tile_numel(moves, threads)
     host = _tiles(on_host, tile_numel, gradient_dtype, job.state_arrays)
     device = _tiles(on_device, job.tile_numel or default_tile_numel(False, 1), gradient_dtype, job.state_arrays)
@@ -132,7 +146,7 @@ def lay_out(
         group  # a matrix has tiles of its own
         for index, each in enumerate(owned)
         if is_matrix[index]
-        for group in _tiles([(index, each.numel, each.dtype)], tile_numel, gradient_dtype, MATRIX_ARRAYS)
+        for group in _tiles([(index, each)], tile_numel, gradient_dtype, MATRIX_ARRAYS)
     )
     batches = _batches(model, job, choice.stage, ranks, owned, buckets)
     if staged and choice.offload == "none":
@@ -141,6 +155,11 @@ def lay_out(
         model, job, choice, ranks, rank, staged, tuple(owned), tuple(buckets), host, device, matrices, batches,
         tuple(numels),
     )  # fmt: skip
+
+
+def _formats_of(model: PlannedModel, job: Job) -> list[StateFormat]:
+    """Return the format of the states of each trainable parameter."""
+    return [job.state_format.of_parameter(each.shape) for each in model.trainable]
 
 
 def _rows_of(model: PlannedModel, ranks: int, rank: int) -> list[int]:
@@ -187,16 +206,16 @@ def _largest_part(begin: int, numel: int, shard_numel: int) -> int:
 
 
 def _sharded(
-    model: PlannedModel, bucket_numel: int, stage: int, place: tuple[int, int], numels: Sequence[int]
+    model: PlannedModel, job: Job, stage: int, place: tuple[int, int], numels: Sequence[int]
 ) -> tuple[list[PlannedRange], list[PlannedBucket]]:
     """Return the ranges and buckets of one of several ranks; ``place`` is the number of ranks and the rank."""
-    ranks, rank = place
-    # At stage 3, a bucket has parameters of one unit.
+    (ranks, rank), formats = place, _formats_of(model, job)
+    # At stage 3, a bucket has parameters that are gathered together; otherwise, of one unit of division.
     keyed = [
-        (index, each.numel, (each.dtype, each.unit) if stage == 3 else each.dtype)
+        (index, each.numel, (each.dtype, each.unit if stage == 3 else formats[index].unit))
         for index, each in ((index, model.trainable[index]) for index in laid_out_order(model))
     ]
-    filled = fill_buckets(keyed, ReductionSettings(stage, bucket_numel).bucket_numel)
+    filled = fill_buckets(keyed, ReductionSettings(stage, job.bucket_numel).bucket_numel)
     owned: list[PlannedRange] = []
     buckets: list[PlannedBucket] = []
     for bucket, members in enumerate(filled):
@@ -205,26 +224,26 @@ def _sharded(
             ranges = [(index, numels[index]) for index, _ in members if numels[index] > 0]
             shard_numel = sum(numel for _, numel in ranges)
         else:
-            shard_numel = shard_numel_of(members, ranks)
+            shard_numel = shard_numel_of(members, ranks, formats[members[0][0]].unit)
             shards = range(ranks) if stage == 0 else (rank,)
             ranges = members
             if stage > 0 or ranks * len(filled) <= _MOST_RANGES:
                 ranges = [(part[0], part[2]) for each in shards for part in shard_parts(members, shard_numel, each)]
-        owned += [PlannedRange(index, numel, dtype, bucket) for index, numel in ranges]
+        owned += [PlannedRange(index, numel, dtype, bucket, formats[index]) for index, numel in ranges]
         numel = sum(numel for _, numel in members)
         buckets.append(PlannedBucket(tuple(index for index, _ in members), numel, shard_numel, dtype))
     return owned[::-1], buckets  # the engine gives shards to its store in this order
 
 
 def _tiles(
-    ranges: Sequence[tuple[int, int, torch.dtype]], tile_numel: int, gradient_dtype: torch.dtype | None, arrays: int
+    ranges: Sequence[tuple[int, PlannedRange]], tile_numel: int, gradient_dtype: torch.dtype | None, arrays: int
 ) -> tuple[TileGroup, ...]:
-    by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for index, numel, dtype in ranges:
-        if numel > 0:
-            by_dtype.setdefault(dtype, []).append((index, numel))
+    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
+    for index, each in ranges:
+        if each.numel > 0:
+            alike.setdefault((each.dtype, each.format), []).append((index, each.numel))
     return tuple(
-        TileGroup(run, dtype, gradient_dtype or dtype, arrays)
-        for dtype, members in by_dtype.items()
-        for run in count_tiles(members, tile_numel)
+        TileGroup(run, dtype, gradient_dtype or dtype, arrays, format)
+        for (dtype, format), members in alike.items()
+        for run in count_tiles(members, tile_numel, format.unit)
     )

@@ -88,10 +88,7 @@ def spare_tiles(groups: Sequence[TileGroup], speculation: int | str, taken: int 
     the memory."""
     if not speculation:
         return 0, 0
-    sizes = [
-        (run.tiles, _FLOAT_BYTES * arrays * run.buffer_numel, dtype.itemsize * run.buffer_numel)
-        for run, dtype, _, arrays in groups
-    ]
+    sizes = [(group.run.tiles, group.state_bytes(), group.dtype.itemsize * group.run.buffer_numel) for group in groups]
     most = sum(count * (state + output) for count, state, output in sizes)
     budget = max(0, speculation_budget(speculation, most, taken))
     tiles = total = 0
@@ -120,9 +117,10 @@ def _store_bytes(
     """
     buffers = gradients = accumulators = tiles = landing = 0
     staged = []
-    for run, dtype, gradient_dtype, arrays in groups:
+    for group in groups:
+        run, dtype, gradient_dtype = group.run, group.dtype, group.gradient_dtype
         tiles += run.tiles
-        buffers += run.tiles * _FLOAT_BYTES * (arrays - layout.own_master(dtype)) * run.buffer_numel
+        buffers += run.tiles * group.state_bytes(layout.own_master(dtype))
         if moves:
             slot_bytes = padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
             gradients += run.tiles * slot_bytes

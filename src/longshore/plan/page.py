@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from longshore.byte_sizes import format_byte_size
+from longshore.kernels import StateFormat
 from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
 
@@ -38,6 +39,7 @@ def values(plan: Plan) -> dict[str, Any]:
             "tokens_a_step": tokens_a_step(plan),
             "dtype": None if job.dtype is None else str(job.dtype).removeprefix("torch."),
             "optimizer": job.optimizer,
+            "states": job.state_format.value,
             "clipping": job.clipping,
             "activation_checkpointing": job.checkpointing,
         },
@@ -45,6 +47,7 @@ def values(plan: Plan) -> dict[str, Any]:
         "recommended": _candidate(plan.recommended),
         "offload": None if plan.offloaded is None else _candidate(plan.offloaded),
         "offload_is_hidden_at_tokens_a_step": plan.hidden_at,
+        "choices_by_states": {name: [_counted(each) for each in found] for name, found in plan.by_format.items()},
         "configuration": configuration(job, plan.recommended.choice),
     }
 
@@ -55,7 +58,18 @@ def tokens_a_step(plan: Plan) -> int:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
-    choice, times = candidate.choice, candidate.times
+    times = candidate.times
+    return {
+        **_counted(candidate),
+        "step_s": times and times.step_s,
+        "exposed_s": times and times.exposed_s,
+        "waited_s": times and times.waited_s,
+        "busy_s": times and dict(times.busy_s),
+    }
+
+
+def _counted(candidate: Candidate) -> dict[str, Any]:
+    choice = candidate.choice
     return {
         "stage": choice.stage,
         "offload_device": choice.offload,
@@ -69,10 +83,6 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "missing_device_bytes": max(0, candidate.missing_device),
         "missing_host_bytes": max(0, candidate.missing_host),
-        "step_s": times and times.step_s,
-        "exposed_s": times and times.exposed_s,
-        "waited_s": times and times.waited_s,
-        "busy_s": times and dict(times.busy_s),
     }
 
 
@@ -91,6 +101,9 @@ def head(plan: Plan) -> Iterator[str]:
         f"{tokens_a_step(plan):,} tokens a step: {machine.ranks} ranks x {job.accumulation} backwards x "
         f"{job.batch_size} sequences x {job.seq_len} tokens"
     )
+    if job.state_format is not StateFormat.FP32:
+        small = " (of small parameters, bf16)" if job.state_format is StateFormat.EIGHT_BIT else ""
+        yield f"format of the optimizer's states: {job.state_format.value}{small}; masters are float32"
     if machine.ranks == 1:
         yield "on one rank, stages 1, 2 and 3 are as stage 0, but for parameters that rest on the host"
     yield from (f"assumed: {each}" for each in (*machine.assumptions, *model.notes))
@@ -107,6 +120,34 @@ def table(plan: Plan) -> Table:
             remark = "recommended" if each is plan.recommended else "" if each.fits else each.shortage
             shown.add_row(each.choice.title, device, host, *times, remark)
     return shown
+
+
+def formats(plan: Plan) -> Table | None:
+    """Return a table of the bytes of one rank in the memory that has the optimizer's state, with a column for each
+    format of the states; None if they have only one."""
+    if len(plan.by_format) == 1:
+        return None
+    place = "device; with offload: host" if plan.machine.staged else "host"
+    shown = Table(
+        "choice",
+        *(Column(name, justify="right") for name in plan.by_format),
+        title=f"memory that has the optimizer's state ({place}), by --states",
+        title_justify="left",
+    )
+    for same in zip(*plan.by_format.values(), strict=True):
+        shown.add_row(same[0].choice.title, *(_with_state(plan, each) for each in same))
+    return shown
+
+
+def _with_state(plan: Plan, candidate: Candidate) -> str:
+    """Return the bytes in the memory that has the optimizer's state, and which memory is too small, if one is."""
+    host, device = candidate.bytes.host_total, candidate.bytes.device_total
+    counted, missing, other = device, candidate.missing_device, "host"
+    if candidate.choice.offload == "cpu":
+        counted = host if plan.machine.staged else host + device
+        missing, other = candidate.missing_host, "device"
+    remark = "" if candidate.fits else ", no room" if missing > 0 else f", {other} full"
+    return f"{format_byte_size(counted)}{remark}"
 
 
 def tail(plan: Plan) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
@@ -73,6 +74,17 @@ class Plan:
         first = self.candidates[0].choice.stage
         several = self.machine.ranks > 1
         return tuple(each for each in self.candidates if several or each.choice.stage == first or each.choice.streams)
+
+    @cached_property
+    def by_format(self) -> Mapping[str, tuple[Candidate, ...]]:
+        """The distinct choices without a ratio or spares, counted with each format that the states may have."""
+        plain = [each for each in self.distinct if each.choice.ratio == 1.0 and not each.choice.speculation]
+        found: dict[str, tuple[Candidate, ...]] = {}
+        for format in self.job.state_formats:
+            planner = Planner(self.model, self.machine, replace(self.job, states=format.value))
+            own = format is self.job.state_format
+            found[format.value] = tuple(each if own else planner.count(each.choice) for each in plain)
+        return found
 
 
 def plan(
@@ -229,9 +241,21 @@ class Planner:
         if 0 < missing < nearest.bytes.device_estimates["activations"]:
             again = "" if self.job.checkpointing else ", --activation-checkpointing"
             advice = f"a smaller --batch-size or --seq-len{again}, or {advice}"
+        if (smaller := self._smaller_states(candidates)) is not None:
+            advice = f"{smaller}, {advice}"
         where = f"{format_byte_size(machine.device_bytes)} on each device and " if machine.staged else ""
         return (
             f"{self.model.name} ({self.model.numel:,} parameters) does not fit on {machine.name} with {where}"
             f"{format_byte_size(machine.host_bytes)} on each host; what comes nearest, {nearest.choice.title}, "
             f"{nearest.shortage}: try {advice}"
         )
+
+    def _smaller_states(self, candidates: Sequence[Candidate]) -> str | None:
+        """Return the option for a smaller format of states with which one of the choices fits; None: there is none."""
+        formats = self.job.state_formats
+        for format in formats[formats.index(self.job.state_format) + 1 :]:
+            planner = replace(self, job=replace(self.job, states=format.value))
+            for each in candidates:
+                if planner.count(each.choice).fits:
+                    return f"--states {format.value} ({each.choice.title} then fits)"
+        return None

@@ -276,10 +276,11 @@ class _Step:
 
     def _commit(self) -> None:
         self._step_matrices()
-        on_device = sum(group.run.tiles * group.run.numel for group in self._layout.device)
-        if on_device and self._layout.host:
-            # State is read and written; gradients and parameters are in 16 bits.
-            num_bytes = on_device * (2 * _FLOAT_BYTES * self._job.state_arrays + 6)
+        if self._layout.device and self._layout.host:
+            # Gradients and parameters are in 16 bits.
+            num_bytes = sum(
+                group.run.tiles * (group.pass_bytes() + 6 * group.run.numel) for group in self._layout.device
+            )
             self._time.run(STEP_ON_DEVICE, "device", self._device_s(num_bytes))
         for tile in self._tiles:
             if tile.ahead:

@@ -177,7 +177,7 @@ def _tiles_of(
     return TileJob(
         0,
         numel,
-        numel * (2 * torch.float32.itemsize * group.arrays - written),
+        count * group.pass_bytes() - numel * written,
         numel * group.gradient_dtype.itemsize,
         numel * group.dtype.itemsize,
         frozenset(source(owned) for owned in group.run.parameters),
