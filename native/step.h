@@ -55,7 +55,7 @@ struct TileStep {
     std::vector<std::vector<double>> scalars;
     Outputs outputs = Outputs::written;
     StateFormat format = StateFormat::fp32;
-    std::vector<std::int64_t> steps;  // the step count of each row, unless the format is fp32
+    std::vector<std::int64_t> steps{};  // the step count of each row, unless the format is fp32
 };
 
 // The key of a parameter's random bits in one step: splitmix64 of the stream, `step`
