@@ -236,3 +236,54 @@ def test_blocks_are_those_of_the_whole_parameter() -> None:
             each for tile in optimizer._core.store.tiles if tile.format.value == "8bit" for each in tile.layout.segments
         ]
         assert segments and all(each.parameter_offset % 64 == each.numel % 64 == 0 for each in segments)
+
+
+@FORMATS
+def test_a_copy_keeps_the_names_of_parameters_that_were_moved(states: str) -> None:
+    """Random bits depend on them; a name by place would be another one in the copy."""
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+    optimizer = longshore.AdamW(weights, lr=0.1, offload=offload(states, 1000))
+    step_by_ones(optimizer, weights)
+    optimizer.param_groups[0]["params"].pop(0)
+    copied, (_, *others) = copy.deepcopy((optimizer, weights))
+    for each, of in ((optimizer, weights[1:]), (copied, others)):
+        step_by_ones(each, of)
+    assert all(torch.equal(a, b) for a, b in zip(weights[1:], others, strict=True))
+
+
+@FORMATS
+def test_momentum_that_comes_later_beside_other_kinds_of_tiles(states: str) -> None:
+    """A buffer of a master alone never takes the place of one of a momentum alone, which has as many arrays."""
+    models = [[nn.Parameter(torch.ones(64, 64).to(dtype)) for dtype in THREE_KINDS] for _ in range(2)]
+    together = longshore.SGD([("0", models[0][0])], lr=0.1, offload=offload(states, None))
+    for name in ("1", "2"):
+        together.add_param_group({"params": [(name, models[0][int(name)])]})
+    apart = [longshore.SGD([(str(n), each)], lr=0.1, offload=offload(states, None)) for n, each in enumerate(models[1])]
+    for momentum in (0.0, 0.0, 0.9, 0.9):
+        for optimizer in (together, *apart):
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+            step_by_ones(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
+    for first, second, optimizer in zip(*models, apart, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(together.state[first]["momentum_buffer"], optimizer.state[second]["momentum_buffer"])
+
+
+def test_a_step_count_that_a_float32_rule_does_not_keep_is_not_its_own() -> None:
+    weight = nn.Parameter(torch.ones(64, 64))
+    encoded = longshore.SGD([weight], lr=0.1, momentum=0.9, offload=offload("bf16", None))
+    step_by_ones(encoded, [weight])
+    other = nn.Parameter(torch.ones(64, 64))
+    plain = longshore.SGD([other], lr=0.1, momentum=0.9)
+    plain.load_state_dict(encoded.state_dict())
+    step_by_ones(plain, [other])
+    assert plain.state[other]["momentum_buffer"].unique().tolist() == [pytest.approx(1.9)]
+
+
+THREE_KINDS = (torch.float32, torch.bfloat16, torch.float32)
+
+
+def step_by_ones(optimizer: Any, weights: list[nn.Parameter]) -> None:
+    for each in weights:
+        each.grad = torch.ones_like(each)
+    optimizer.step()

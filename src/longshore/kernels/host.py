@@ -13,7 +13,7 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable
 from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
-from longshore.kernels.buffers import Buffer, block_of, format_of
+from longshore.kernels.buffers import Buffer, EncodedBuffer, block_of, format_of
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
 from longshore.machine.binding import binding_of
@@ -90,7 +90,7 @@ class HostKernels:
         """
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
-            check_buffers(source_buffer, target_buffer)
+            check_buffers(source_buffer, target_buffer, outputs)
             if not isinstance(source_buffer, Tensor) or not isinstance(target_buffer, Tensor):
                 raise ValueError(f"torch steps float32 states, not {format_of(source_buffer).value}")
             step_by_torch(source_buffer, target_buffer, segments, torchs, scale, outputs)
@@ -109,7 +109,7 @@ class HostKernels:
     ) -> None:
         """Step the segments of one tile in place, as :meth:`step_tile` does. For each row of ``table``, ``places`` has
         the address of the gradient (0: the segment is not stepped), the address of the output, and the rule."""
-        check_buffers(buffer, buffer)
+        check_buffers(buffer, buffer, outputs)
         address, (buffer_arrays, buffer_numel) = _address(block_of(buffer)), buffer.shape
         entry, rows = _rows_of(rules, buffer_arrays, scale, outputs)
         row = address, address, buffer_arrays, buffer_numel, format_of(buffer).code
@@ -188,7 +188,7 @@ def native_tile(
     ``address`` returns a tensor's address, and raises ``ValueError`` unless the tensor is contiguous on the right
     device.
     """
-    check_buffers(source_buffer, target_buffer)
+    check_buffers(source_buffer, target_buffer, outputs)
     buffer_arrays, buffer_numel = source_buffer.shape
     entry, rule_rows = _rows_of(rules, buffer_arrays, scale, outputs)
     rows = []
@@ -232,8 +232,10 @@ def _rows_of(
     return _ENTRIES[name], (scalars, steps)
 
 
-def check_buffers(source_buffer: Buffer, target_buffer: Buffer) -> None:
+def check_buffers(source_buffer: Buffer, target_buffer: Buffer, outputs: Outputs) -> None:
     for buffer in (source_buffer, target_buffer):
+        if isinstance(buffer, EncodedBuffer) and buffer.own_master != (outputs is Outputs.MASTERS):
+            raise ValueError("a buffer has a master unless the outputs are the masters, and only then")
         if isinstance(buffer, Tensor) and (buffer.dtype != torch.float32 or buffer.dim() != 2):
             raise ValueError(
                 f"a buffer is float32 [buffer_arrays, buffer_numel], not {buffer.dtype} {list(buffer.shape)}"

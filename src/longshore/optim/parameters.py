@@ -119,6 +119,10 @@ class ParameterRecord:
         self.left: Tensor | None = None
         """The placeholder in the ``.grad`` of the parameter that a shard replaced (see :func:`former_of`)."""
 
+    def rename(self, name: str, store_factory: StoreFactory) -> None:
+        """Set the name, on which random bits depend, before the parameter is laid out."""
+        self.name, self.coding = name, store_factory.coding_of(name, self.parameter)
+
     def leaf(self) -> Tensor | None:
         """Return the tensor into which autograd accumulates the gradient: the parameter itself, or, if its shards are
         gathered for each forward, the gathered parameter; None before it was first gathered."""
@@ -228,6 +232,12 @@ class ParameterRecord:
                 f"parameter {self.name} is {list(self.shape)} on {device}, and its gradient is "
                 f"{list(gradient.shape)} on {gradient.device}"
             )
+
+
+def names_of(groups: Iterable[Mapping[str, Any]], by_id: Mapping[int, ParameterRecord]) -> list[tuple[Tensor, str]]:
+    """Return the parameters that are in these groups, with the names that they got when they were added."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return [(each, by_id[id(each)].name) for each in parameters if id(each) in by_id]
 
 
 def is_lazy(parameter: Any) -> bool:

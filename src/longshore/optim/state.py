@@ -132,7 +132,7 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
     history = record.history
     scalars = {**dict.fromkeys(family.scalars, 0.0), **dict(history.scalars)}
     record.history = History(
-        state.get("step", history.step),
+        state["step"] if "step" in state.keys() & family.entries else history.step,
         history.states
         | (arrays - {MASTER})
         | ({*store.local.arrays, family.matrix_state} & {*family.states} - family.optional_states),

@@ -19,7 +19,7 @@ from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.other_words import check_not_replaced
-from longshore.optim.parameters import group_members
+from longshore.optim.parameters import group_members, names_of
 from longshore.optim.shards import present
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
@@ -337,6 +337,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             "defaults": self.defaults,
             "state": {key: dict(each) if isinstance(key, Tensor) else each for key, each in self.state.items()},
             "param_groups": self.param_groups,
+            "names": names_of(self.param_groups, core.by_id),
             "family": core.family,
             "offload": core.offload,
             "release_gradients": core.release_gradients,
@@ -349,6 +350,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
         for place, group in enumerate(self.param_groups):
             core.register(group, place)
+        for parameter, name in state.get("names", ()):  # a parameter keeps its name when it is moved
+            core.by_id[id(parameter)].rename(name, core.offload)
         core.end_building()
         core.clipping.loss_scale = state["loss_scale"]
         for key, entries in state["state"].items():

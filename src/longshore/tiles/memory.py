@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import Buffer, StateFormat, format_of, new_buffer
+from longshore.kernels import Buffer, EncodedBuffer, StateFormat, format_of, new_buffer
 from longshore.layout import SegmentLayout
 from longshore.transfer import CopyHandle, Transfer
 
@@ -92,6 +92,15 @@ class BufferKind(NamedTuple):
     """Whether parameters are their own masters, which the buffer lacks."""
 
 
+_Sort = tuple[StateFormat, int, int, bool]
+
+
+def _sort_of(format: StateFormat, arrays: int, numel: int, own_master: bool) -> _Sort:
+    """Return what buffers have in common that can take each other's place: float32 arrays are alike, whether one of
+    them is a master or not."""
+    return format, arrays, numel, own_master and format is not StateFormat.FP32
+
+
 class BufferPool:
     """Pool of buffers by size: ``[buffer_arrays, numel]``, the master and the states of the rule; for parameters that
     are their own masters, the states alone.
@@ -115,8 +124,8 @@ class BufferPool:
         self._buffer_arrays = self._least_arrays = buffer_arrays
         self._allocate = allocate
         self._pending_reads = pending_reads
-        self._free: dict[tuple[StateFormat, int, int], list[Buffer]] = {}
-        self._idle: dict[tuple[StateFormat, int, int], list[Buffer]] = {}
+        self._free: dict[_Sort, list[Buffer]] = {}
+        self._idle: dict[_Sort, list[Buffer]] = {}
         """Buffers that were free at the last :meth:`trim` and have not been taken since."""
         self.unread: list[Buffer] = []
         """Buffers that came back before a snapshot had read them."""
@@ -139,7 +148,7 @@ class BufferPool:
         """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
         arrays = self._buffer_arrays - kind.own_master
         self._least_arrays = min(self._least_arrays, arrays)
-        sort = kind.format, arrays, kind.numel
+        sort = _sort_of(kind.format, arrays, kind.numel, kind.own_master)
         if free := self._idle.get(sort) or self._free.get(sort):
             return free.pop()
         num_bytes = self.buffer_bytes(kind)
@@ -152,8 +161,9 @@ class BufferPool:
         if self._pending_reads is not None and buffer in self._pending_reads:
             self.unread.append(buffer)
         elif self._least_arrays <= buffer.shape[0] <= self._buffer_arrays:
+            own_master = isinstance(buffer, EncodedBuffer) and buffer.own_master
             arrays, numel = buffer.shape
-            self._free.setdefault((format_of(buffer), arrays, numel), []).append(buffer)
+            self._free.setdefault(_sort_of(format_of(buffer), arrays, numel, own_master), []).append(buffer)
         else:
             self.allocated_bytes -= buffer.nbytes
 
