@@ -21,17 +21,6 @@ COUNT_PAIRS = [
 RunOn = Callable[..., list[Any]]
 
 
-@pytest.fixture
-def run_on(two_ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks) -> RunOn:
-    """``run_on(ranks, case, ...)``: what each rank returns."""
-    crews = {2: two_ranks, 3: three_ranks, 4: four_ranks}
-
-    def run(count: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return [case(*arguments)] if count == 1 else crews[count](case, *arguments)
-
-    return run
-
-
 def check(run_on: RunOn, saving: int, first: Setting, loading: int, second: Setting, folder: Path) -> None:
     saved = run_on(saving, cases.save_whole, first, str(folder))
     for found in run_on(loading, cases.load_whole, second, str(folder)):

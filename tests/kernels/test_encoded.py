@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,6 @@ from longshore.kernels import (
     SUPPORTED_DTYPES,
     UNSCALED,
     HostKernels,
-    InstructionSet,
     Outputs,
     Rule,
     Scale,
@@ -39,25 +38,6 @@ ENCODABLE = [*RULES, *OTHER_RULES[:7]]
 PLACES = (0, 64 * 5, (1 << 32) - 256, (1 << 33) + 64)
 """Where segments begin in their parameters; the upper half of a place changes within the third one."""
 all_formats = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
-
-
-@pytest.fixture(scope="module")
-def kernels_of() -> Iterator[Callable[..., HostKernels]]:
-    """Kernels by instruction set and threads, made once."""
-    made: dict[tuple[InstructionSet, int], HostKernels] = {}
-
-    def get(isa: InstructionSet, threads: int = 2) -> HostKernels:
-        if (isa, threads) not in made:
-            made[isa, threads] = HostKernels(threads=threads, instruction_set=isa)
-        return made[isa, threads]
-
-    yield get
-    made.clear()
-
-
-@pytest.fixture(params=supported_instruction_sets(), ids=lambda isa: isa.name)
-def kernels(request: pytest.FixtureRequest, kernels_of: Callable[..., HostKernels]) -> HostKernels:
-    return kernels_of(request.param)
 
 
 def numels(format: StateFormat) -> tuple[int, ...]:

@@ -53,25 +53,6 @@ SCALE = Scale(0.7, 1 / 3)
 PIECE_NUMEL = 1 << 16  # kPieceNumel of native/buffers.h
 
 
-@pytest.fixture(scope="module")
-def kernels_of() -> Iterator[Callable[..., HostKernels]]:
-    """Kernels by instruction set and threads, made once."""
-    made: dict[tuple[InstructionSet, int], HostKernels] = {}
-
-    def get(isa: InstructionSet, threads: int = 2) -> HostKernels:
-        if (isa, threads) not in made:
-            made[isa, threads] = HostKernels(threads=threads, instruction_set=isa)
-        return made[isa, threads]
-
-    yield get
-    made.clear()
-
-
-@pytest.fixture(params=supported_instruction_sets(), ids=lambda isa: isa.name)
-def kernels(request: pytest.FixtureRequest, kernels_of: Callable[..., HostKernels]) -> HostKernels:
-    return kernels_of(request.param)
-
-
 def cuts(numel: int, at: list[int]) -> list[tuple[int, int]]:
     """[0, numel) cut at these places, as (begin, end)."""
     places = sorted({0, numel, *(place % numel for place in at)})
