@@ -177,3 +177,19 @@ def test_a_rank_that_gave_up_before_it_was_accepted_has_not_seen_the_end_of_the_
 )
 def test_words(ranks: list[int], said: str) -> None:
     assert words(ranks) == said
+
+
+def test_a_connection_that_cannot_send_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    create = socket.create_connection
+
+    def create_closed_for_writing(*arguments: Any, **options: Any) -> socket.socket:
+        made.append(create(*arguments, **options))
+        made[-1].shutdown(socket.SHUT_WR)
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_connection", create_closed_for_writing)
+    monkeypatch.setattr(module, "_CONNECT_S", 0.5)
+    connected()
+    assert len(made) == 3  # of the second rank, and two of the third
+    assert [each.fileno() for each in made] == [-1, -1, -1]

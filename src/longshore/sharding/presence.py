@@ -109,11 +109,14 @@ class Presence:
                 self._accept(listener, range(own + 1, len(self._ranks)), key, until)
 
     def _call(self, other: int, place: str, greeting: bytes, until: float) -> None:
+        connection: socket.socket | None = None
         try:
             host, port = place.split(" ")
             connection = socket.create_connection((host, int(port)), timeout=_left(until))
             connection.sendall(greeting)
         except (OSError, ValueError) as error:
+            if connection is not None:
+                connection.close()
             _LOGGER.debug(f"the end of rank {other} would not be seen: no connection to {place or 'it'} ({error})")
             return
         self._keep(other, connection, accepted=False)
