@@ -38,7 +38,10 @@ TABLES: dict[str, tuple[int, Sequence[Rule]]] = {
     "adam": (3, RULES),
     "adam_uncorrected": (3, [replace(rule, bias_correction=False) for rule in RULES]),
     "lion": (2, [LionRule(1e-3, 0.9, 0.99, 0.1), LionRule(0.1, 0.0, 0.5, 0.0, maximize=True)]),
-    "adagrad": (2, [AdagradRule(0.1, 0.01, 1e-10, 0.0, step=7), AdagradRule(0.1, 0.0, 1e-40, 0.1, maximize=True)]),
+    "adagrad": (
+        2,
+        [AdagradRule(0.1, 0.01, 1e-10, 0.0, step=7), AdagradRule(0.1, 0.0, 1e-40, 0.1, step=1, maximize=True)],
+    ),
     "sgd": (1, [SGDRule(0.1, 0.0, 0.0, 0.0, False, True), SGDRule(0.1, 0.0, 0.0, 0.1, False, False, maximize=True)]),
     "momentum": (
         2,

@@ -119,16 +119,16 @@ MUTANTS = [
     ),
     Mutant(
         "states are read with the code that has a sign",
-        "tiles/backends.py",
-        "yield segment, read_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE)",
-        "yield segment, read_state(buffer, from_last, segment.layout.in_buffer, False)",
+        "tiles/memory.py",
+        "elements, which in NEVER_NEGATIVE)",
+        "elements, False)",
         (f"{STATES}::test_every_optimizer_equals_the_oracle",),
     ),
     Mutant(
         "a snapshot is read with the code that has a sign",
-        "tiles/snapshot.py",
-        "read_state(buffer, from_last, segment.in_buffer, which in NEVER_NEGATIVE)",
-        "read_state(buffer, from_last, segment.in_buffer, False)",
+        "tiles/memory.py",
+        "elements, which in NEVER_NEGATIVE)",
+        "elements, False)",
         ("tests/checkpoint/test_async.py::test_training_goes_on",),
     ),
     Mutant(

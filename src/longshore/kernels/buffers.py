@@ -196,5 +196,5 @@ def take_arrays(target: Buffer, source: Buffer, rows: list[int]) -> None:
     if isinstance(target, Tensor):
         target[rows] = cast(Tensor, source)
     else:
-        masters = int(target.master.numel() > 0)
+        masters = int(not target.own_master)
         target.take_states(cast(EncodedBuffer, source), [row - masters for row in rows[masters:]])

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.kernels import NEVER_NEGATIVE, Coding, master_of, read_state, write_state
+from longshore.kernels import NEVER_NEGATIVE, Coding, master_of, write_state
 from longshore.layout import MatrixLayout
 from longshore.tiles.backend import Backend, BackendSettings, divided
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.matrices import MatrixBackend, MatrixRange
-from longshore.tiles.memory import PendingReads
+from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.steps import MASTER
 from longshore.tiles.tile import Range, Segment, Tile, laid_out
 
@@ -88,11 +88,9 @@ class Backends:
         """Yield the parts of one array of a parameter, float32: in state buffers, or in the parameter that is its own
         master."""
         for backend, tile, segment in self._placed(parameter):
-            buffer, from_last = tile.have_buffer(backend.buffers), len(backend.arrays) - backend.arrays.index(which)
-            if which != MASTER:
-                yield segment, read_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE)
-            elif not tile.own_master:
-                yield segment, master_of(buffer)[segment.layout.in_buffer]
+            buffer = tile.have_buffer(backend.buffers)
+            if which != MASTER or not tile.own_master:
+                yield segment, read_array(buffer, backend.arrays, which, segment.layout.in_buffer)
             elif self._values_of is not None:
                 yield segment, segment.part_of(self._values_of(parameter))
 

@@ -13,7 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import Buffer, EncodedBuffer, StateFormat, format_of, new_buffer
+from longshore.kernels import (
+    NEVER_NEGATIVE,
+    Buffer,
+    EncodedBuffer,
+    StateFormat,
+    format_of,
+    master_of,
+    new_buffer,
+    read_state,
+)
 from longshore.layout import SegmentLayout
 from longshore.transfer import CopyHandle, Transfer
 
@@ -90,6 +99,14 @@ class BufferKind(NamedTuple):
     format: StateFormat = StateFormat.FP32
     own_master: bool = False
     """Whether parameters are their own masters, which the buffer lacks."""
+
+
+def read_array(buffer: Buffer, arrays: Sequence[str], which: str, elements: slice) -> Tensor:
+    """Return some elements of one array, float32: a view, or decoded. ``arrays`` names those of a buffer with a master,
+    which may lack it."""
+    if which == arrays[0]:
+        return master_of(buffer)[elements]
+    return read_state(buffer, len(arrays) - arrays.index(which), elements, which in NEVER_NEGATIVE)
 
 
 _Sort = tuple[StateFormat, int, int, bool]

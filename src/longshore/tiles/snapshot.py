@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError
-from longshore.kernels import NEVER_NEGATIVE, Buffer, block_of, master_of, read_state
+from longshore.kernels import Buffer, block_of
 from longshore.layout import SegmentLayout
-from longshore.tiles.memory import BufferKind, BufferPool, PendingReads
+from longshore.tiles.memory import BufferKind, BufferPool, PendingReads, read_array
 from longshore.tiles.speculation import Speculator
-from longshore.tiles.steps import MASTER
 from longshore.tiles.tile import Tile
 
 _PART_OF_DEVICE = 4
@@ -54,13 +53,7 @@ class StateSnapshot:
     def read_range(self, key: int, which: str) -> Tensor:
         """Return one array of a parameter of the store: float32, flat, on the CPU."""
         arrays = self._arrays[key]
-        from_last = len(arrays) - arrays.index(which)
-        parts = [
-            master_of(buffer)[segment.in_buffer]
-            if which == MASTER
-            else read_state(buffer, from_last, segment.in_buffer, which in NEVER_NEGATIVE)
-            for buffer, segment in self._parts[key]
-        ]
+        parts = [read_array(buffer, arrays, which, segment.in_buffer) for buffer, segment in self._parts[key]]
         # The result is a finished copy: cat() copies even a single tensor, and cpu() waits.
         values = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float32, device="cpu")
         for buffer, _ in self._parts[key]:

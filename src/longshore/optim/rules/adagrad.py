@@ -6,7 +6,7 @@ Stochastic Optimization" (2011), with torch's decay of the learning rate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -46,6 +46,7 @@ class AdagradRule(Rule):
     lr_decay: float
     eps: float
     weight_decay: float
+    step: int = field(kw_only=True)
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:

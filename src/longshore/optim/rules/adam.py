@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -61,6 +61,7 @@ class AdamRule(Rule):
     beta2: float
     eps: float
     weight_decay: float
+    step: int = field(kw_only=True)
     decoupled: bool
     """Whether weight decay is AdamW's; otherwise it is Adam's, a term in the gradient."""
     bias_correction: bool = True
