@@ -31,7 +31,8 @@ TOLERANCE = 1.5
 
 @dataclass(frozen=True)
 class Settings:
-    """One case: ``layers`` matrices of ``width`` squared; when to look: ``step`` or ``backward``, the last one."""
+    """One case: ``layers`` matrices of ``width`` squared; when to look: ``step`` or ``backward``, the last one; and the
+    format of the states."""
 
     width: int
     layers: int
@@ -40,16 +41,21 @@ class Settings:
     release_gradients: bool
     backwards: int
     look_after: str = "step"
+    states: str = "fp32"
 
 
 def cases(width: int, layers: int, threads: int) -> dict[str, tuple[dict[str, Any], float]]:
     """Each case's settings, and the bytes a parameter that it should count."""
 
-    def case(staged: bool, release_gradients: bool, backwards: int, look_after: str = "step") -> dict[str, Any]:
-        return asdict(Settings(width, layers, threads, staged, release_gradients, backwards, look_after))
+    def case(
+        staged: bool, release_gradients: bool, backwards: int, look_after: str = "step", states: str = "fp32"
+    ) -> dict[str, Any]:
+        return asdict(Settings(width, layers, threads, staged, release_gradients, backwards, look_after, states))
 
     return {
         "released gradients, one backward": (case(True, True, 1), 14.0),
+        "released gradients, one backward, bf16 states": (case(True, True, 1, states="bf16"), 10.0),
+        "released gradients, one backward, 8bit states": (case(True, True, 1, states="8bit"), 8.125),
         "released gradients, two backwards": (case(True, True, 2), 18.0),
         "direct, .grad": (case(False, False, 1), 12.0),
         "direct, released, between backward and step": (case(False, True, 1, "backward"), 14.0),
@@ -79,7 +85,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         model.parameters(),
         lr=1e-5,
         release_gradients=settings.release_gradients,
-        offload=longshore.Offload(threads=settings.threads, transfer=transfer),
+        offload=longshore.Offload(threads=settings.threads, transfer=transfer, states=settings.states),
     )
     for _ in range(STEPS):
         for _ in range(settings.backwards):
@@ -109,7 +115,8 @@ def rows(results: Mapping[str, Any]) -> list[Row]:
         total = sum(kinds.values())
         grown = result["resident_growth_per_parameter"]
         note = ", ".join(f"{kind} {count:.2f}" for kind, count in kinds.items() if count)
-        table.append(equal(PART, f"{name}: counted", total, "B", result["goal"], 0.05, note))
+        of_parameters = total - kinds.get("staging", 0.0)  # which does not grow with the model
+        table.append(equal(PART, f"{name}: counted, without staging", of_parameters, "B", result["goal"], 0.05, note))
         what = f"{name}: resident growth, off by"
         table.append(at_most(PART, what, abs(grown - total), "B", TOLERANCE, f"grew by {grown:.2f} B"))
     return table

@@ -128,23 +128,51 @@ def deepspeed_cpu_adam(arrays: Arrays) -> Callable[[], None]:
     Raises:
         NotAvailable: deepspeed is not installed, or its extension does not build.
     """
+    master = torch.nn.Parameter(arrays.state[0])
+    step = _cpu_adam(master, arrays.state[1], arrays.state[2])
+    master.grad = arrays.gradient32
+    return _cast_scale_step_cast(arrays, step)
+
+
+def deepspeed_bf16(arrays: Arrays) -> Callable[[], None]:
+    """The same with ``bf16_optimizer_states``, for which it asks for masters and gradients in bfloat16, too.
+
+    Raises:
+        NotAvailable: as for float32.
+    """
+    numel = arrays.slot.numel()
+    values, exp_avg, exp_avg_sq = (_bfloat16(numel, 7 + index).copy_(arrays.state[index]) for index in range(3))
+    master = torch.nn.Parameter(values)
+    step = _cpu_adam(master, exp_avg, exp_avg_sq)
+    master.grad = arrays.slot
+
+    @torch.no_grad()
+    def run() -> None:
+        arrays.slot.mul_(CLIP_SCALE)
+        step()
+        arrays.slot.copy_(master)
+
+    return run
+
+
+def _cpu_adam(master: torch.nn.Parameter, exp_avg: Tensor, exp_avg_sq: Tensor) -> Callable[[], Any]:
+    """Return the step of DeepSpeed's CPUAdam, whose states have the dtype of the master."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotAvailable("not installed: DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Its extension is built at first use, by the ninja of this environment.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    values = {"lr": RULE.lr, "betas": (RULE.beta1, RULE.beta2), "eps": RULE.eps, "weight_decay": RULE.weight_decay}
+    if master.dtype != torch.float32:
+        values["fp32_optimizer_states"] = False
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        master = torch.nn.Parameter(arrays.state[0])
-        optimizer = DeepSpeedCPUAdam(
-            [master], lr=RULE.lr, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=RULE.weight_decay
-        )
+        optimizer = DeepSpeedCPUAdam([master], **values)
     except Exception as failure:
         raise NotAvailable(f"DeepSpeedCPUAdam does not load: {type(failure).__name__}: {failure}"[:300]) from failure
-    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": arrays.state[1], "exp_avg_sq": arrays.state[2]}
-    master.grad = arrays.gradient32
-    return _cast_scale_step_cast(arrays, optimizer.step)
+    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return optimizer.step
 
 
 def _cast_scale_step_cast(arrays: Arrays, step: Callable[[], Any]) -> Callable[[], None]:
@@ -208,10 +236,11 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     steps |= host_step_formats.steps(arrays.state, arrays.slot, settings.threads, RULE, Scale(CLIP_SCALE))
     steps["by_hand"] = by_hand(arrays)
     note("loading DeepSpeed's CPUAdam (it compiles at first use)")
-    try:
-        steps["deepspeed"] = deepspeed_cpu_adam(arrays)
-    except NotAvailable as reason:
-        missing["deepspeed"] = str(reason)
+    for name, contestant in (("deepspeed", deepspeed_cpu_adam), ("deepspeed_bf16", deepspeed_bf16)):
+        try:
+            steps[name] = contestant(arrays)
+        except NotAvailable as reason:
+            missing[name] = str(reason)
     check_agreement(settings.threads, "deepspeed" in steps)
     seconds = interleave(_cases(arrays, steps), settings.rounds, note)
 

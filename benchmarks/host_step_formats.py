@@ -56,4 +56,11 @@ def rows(part: str, results: Mapping[str, Any]) -> list[Row]:
         if "floor" in times:
             share = paired_ratio(times["floor"], times[name]) * each_bytes / results["bytes_per_parameter"]
             table.append(at_least(part, f"{format.value} states: of the floor's bandwidth", share, "", 0.85, ""))
+    peer, ours = "deepspeed_bf16", name_of(StateFormat.BF16)
+    what = "DeepSpeed CPUAdam, masters and states in bf16: its time over ours with bf16 states"
+    if peer in times:
+        note = f"{1e3 * medians[peer]:.0f} ms; best rounds: {least_ratio(times[peer], times[ours]):.3g}"
+        table.append(Row(part, what, paired_ratio(times[peer], times[ours]), "x", note=note))
+    else:
+        table.append(Row(part, what, None, "", note=results["missing"][peer]))
     return table

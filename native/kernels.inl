@@ -19,9 +19,9 @@
 namespace longshore {
 namespace {
 
-// Elements of one block, which is also what shares a scale among states of 8 bits. A block is worked on in local arrays: nothing aliases
-// them, so every compiler makes vector code of the loops below, and the caches
-// see each line once. All of a block is read before any of it is written, which
+// Elements of one block, which is also what shares a scale among states of 8 bits. A
+// block is worked on in local arrays: nothing aliases them, so every compiler makes
+// vector code of the loops below, and the caches see each line once. All of a block is read before any of it is written, which
 // makes in-place use and an output over its own gradient sound.
 constexpr size_t kBlock = kScaleBlock;
 
@@ -31,6 +31,16 @@ struct Block {
     alignas(64) float g[kBlock];
     alignas(64) float a[Arrays][kBlock];
 };
+
+}  // namespace
+}  // namespace longshore
+
+#if defined(__AVX512BW__)
+#include "avx512.inl"
+#endif
+
+namespace longshore {
+namespace {
 
 // What a call fixes is chosen bit by bit, so that no choice costs a loop its
 // vector code. NaN and the sign of zero pass unchanged.
@@ -47,6 +57,28 @@ template <class A, class B>
 inline constexpr bool same_type = false;
 template <class A>
 inline constexpr bool same_type<A, A> = true;
+
+// `count` elements of a block as float32, and zeros behind them.
+template <class T>
+LONGSHORE_INLINE void load_values(float* values, const typename T::Storage* from, size_t count) {
+#if defined(__AVX512BW__)
+    if constexpr (same_type<T, BFloat16>) {
+        if (count == kBlock) return avx512::widen(values, from);
+    }
+#endif
+    for (size_t i = 0; i < count; ++i) values[i] = T::load(from[i]);
+    for (size_t i = count; i < kBlock; ++i) values[i] = 0.0f;
+}
+
+template <class T>
+LONGSHORE_INLINE void round_values(typename T::Storage* to, const float* values, size_t count) {
+#if defined(__AVX512BW__)
+    if constexpr (same_type<T, BFloat16>) {
+        if (count == kBlock && avx512::round_finite(to, values)) return;
+    }
+#endif
+    for (size_t i = 0; i < count; ++i) to[i] = T::round(values[i]);
+}
 
 // Non-temporal stores write whole lines without reading them first.
 template <bool Stream>
@@ -83,8 +115,7 @@ LONGSHORE_INLINE void store(float* target, const float* source, size_t numel) {
 template <size_t At = 0, size_t Arrays>
 LONGSHORE_INLINE void load_arrays(Block<Arrays>& b, const Span& span, size_t at, size_t count) {
     if constexpr (At < Arrays) {
-        for (size_t i = 0; i < count; ++i) b.a[At][i] = span.in[At][at + i];
-        for (size_t i = count; i < kBlock; ++i) b.a[At][i] = 0.0f;
+        load_values<Float32>(b.a[At], span.in[At] + at, count);
         load_arrays<At + 1>(b, span, at, count);
     }
 }
@@ -119,6 +150,15 @@ LONGSHORE_INLINE float adopted(float master, typename T::Storage parameter) {
     return choose(mask_of(T::bits(T::round(master)) != T::bits(parameter)), T::load(parameter), master);
 }
 
+// The first two scalars of each rule. Multiplying by 1 changes no bits, and most
+// gradients are not scaled.
+template <size_t Arrays>
+LONGSHORE_INLINE void scale_gradient(const float* s, Block<Arrays>& b) {
+    const float scale0 = s[0], scale1 = s[1];
+    if (scale0 == 1.0f && scale1 == 1.0f) return;
+    for (size_t i = 0; i < kBlock; ++i) b.g[i] = b.g[i] * scale0 * scale1;
+}
+
 // Whether the output is what the rule leaves in the gradient's place, and not its master.
 template <class Rule>
 inline constexpr bool outputs_gradient = requires { requires Rule::kOutputsGradient; };
@@ -131,8 +171,7 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
     prefetch_later(gradient);
     for (size_t k = 0; k < Rule::kArrays; ++k) prefetch_later(span.in[k] + at);
     Block<Rule::kArrays> b;
-    for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
-    for (size_t i = count; i < kBlock; ++i) b.g[i] = 0.0f;
+    load_values<Gradient>(b.g, gradient, count);
     load_arrays(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         // The output's line is read for the write anyway.
@@ -141,31 +180,22 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
             for (size_t i = 0; i < count; ++i) b.a[0][i] = adopted<Output>(b.a[0][i], parameter[i]);
         }
     }
+    scale_gradient(s, b);
     Rule::step(s, b);
     store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
-        const float* result = outputs_gradient<Rule> ? b.g : b.a[0];
-        for (size_t i = 0; i < count; ++i) output[i] = Output::round(result[i]);
+        round_values<Output>(output, outputs_gradient<Rule> ? b.g : b.a[0], count);
     }
-}
-
-// The count is a constant here, and the loops over it need no tails.
-template <class Rule, class Gradient, class Output, bool Stream>
-[[gnu::noinline]] void step_whole_block(const float* s, const Span& span, size_t at) {
-    step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);
-}
-
-template <class Rule, class Gradient, class Output, bool Stream>
-[[gnu::noinline]] void step_last_block(const float* s, const Span& span, size_t at) {
-    step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
 }
 
 template <class Rule, class Gradient, class Output, bool Stream>
 void step_span(const float* s, const Span& span) {
     size_t at = 0;
-    for (; at + kBlock <= span.numel; at += kBlock) step_whole_block<Rule, Gradient, Output, Stream>(s, span, at);
-    if (at < span.numel) step_last_block<Rule, Gradient, Output, Stream>(s, span, at);
+    for (; at + kBlock <= span.numel; at += kBlock) {
+        step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);  // loops without tails: the count is a constant
+    }
+    if (at < span.numel) step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
 #if defined(__SSE2__)
     // Streaming stores are not ordered with the lock that publishes them.
     if constexpr (Stream) _mm_sfence();

@@ -15,7 +15,6 @@ struct Adam {
     static constexpr size_t kNeverNegative = 2;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1];
         const float decay = s[2], l2 = s[3], one_minus_beta1 = s[4];
         const float beta2 = s[5], one_minus_beta2 = s[6];
         const float root_correction = s[7], eps = s[8], step_size = s[9];
@@ -24,7 +23,7 @@ struct Adam {
         const uint32_t from_moment = mask_of(one_minus_beta1 < 0.5f);
         const float lerp_weight = choose(from_moment, one_minus_beta1, one_minus_beta1 - 1.0f);
         for (size_t i = 0; i < kBlock; ++i) {
-            float g = b.g[i] * scale0 * scale1;
+            float g = b.g[i];
             float p = b.a[0][i];
             float m = b.a[1][i];
             float v = b.a[2][i];
@@ -52,11 +51,10 @@ struct Lion {
     static constexpr size_t kArrays = 2;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1];
         const float decay = s[2], beta1 = s[3], one_minus_beta1 = s[4];
         const float beta2 = s[5], one_minus_beta2 = s[6], negative_lr = s[7];
         for (size_t i = 0; i < kBlock; ++i) {
-            const float g = b.g[i] * scale0 * scale1;
+            const float g = b.g[i];
             const float m = b.a[1][i];
             const float c = fma_once(one_minus_beta1, g, m * beta1);
             float sign = c > 0.0f ? 1.0f : 0.0f;
@@ -73,11 +71,10 @@ struct Adagrad {
     static constexpr size_t kNeverNegative = 1;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1];
         const float l2 = s[2], eps = s[3], step_size = s[4];
         const uint32_t decays = mask_of(l2 != 0.0f);
         for (size_t i = 0; i < kBlock; ++i) {
-            float g = b.g[i] * scale0 * scale1;
+            float g = b.g[i];
             const float p = b.a[0][i];
             g = choose(decays, fma_once(p, l2, g), g);
             const float sum = fma_once(g, g, b.a[1][i]);
@@ -95,12 +92,11 @@ struct Sgd {
     static constexpr size_t kArrays = Buffer ? 2 : 1;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1];
         const float l2 = s[2], momentum = s[3], one_minus_dampening = s[4], negative_lr = s[5];
         const uint32_t decays = mask_of(l2 != 0.0f), moves = mask_of(s[6] != 0.0f);
         const uint32_t first = mask_of(s[7] != 0.0f), nesterov = mask_of(s[8] != 0.0f);
         for (size_t i = 0; i < kBlock; ++i) {
-            float g = b.g[i] * scale0 * scale1;
+            float g = b.g[i];
             const float p = b.a[0][i];
             g = choose(decays, fma_once(p, l2, g), g);
             if constexpr (Buffer) {
@@ -126,7 +122,6 @@ struct MuonMomentum {
     static constexpr bool kOutputsGradient = true;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1];
         const float one_minus_momentum = s[2], momentum = s[3];
         const uint32_t nesterov = mask_of(s[4] != 0.0f);
         // torch's lerp, as in Adam.
@@ -134,7 +129,7 @@ struct MuonMomentum {
         const float toward_gradient = choose(from_buffer, one_minus_momentum, one_minus_momentum - 1.0f);
         const float toward_buffer = choose(from_gradient, momentum, momentum - 1.0f);
         for (size_t i = 0; i < kBlock; ++i) {
-            const float g = b.g[i] * scale0 * scale1;
+            const float g = b.g[i];
             const float old = b.a[0][i];
             const float next = fma_once(toward_gradient, g - old, choose(from_buffer, old, g));
             const float ahead = fma_once(toward_buffer, next - g, choose(from_gradient, g, next));
@@ -149,9 +144,9 @@ struct MuonUpdate {
     static constexpr size_t kArrays = 1;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float scale0 = s[0], scale1 = s[1], decay = s[2], negative_lr = s[3];
+        const float decay = s[2], negative_lr = s[3];
         for (size_t i = 0; i < kBlock; ++i) {
-            b.a[0][i] = fma_once(b.g[i] * scale0 * scale1, negative_lr, b.a[0][i] * decay);
+            b.a[0][i] = fma_once(b.g[i], negative_lr, b.a[0][i] * decay);
         }
     }
 };

@@ -6,7 +6,6 @@ namespace longshore {
 namespace {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr uint32_t kLargestScale = 0x7f000000u;  // 2^127
 
 // 32 random bits for each element of a block: the lower 16 for the first state, the
 // upper ones for the second.
@@ -53,43 +52,19 @@ LONGSHORE_INLINE void store_bytes(char* target, const char* source, size_t bytes
     __builtin_memcpy(target, source, bytes);
 }
 
-// The largest and the smallest of the values of a block, which are overwritten. Halving
-// an array is vector code for every compiler, as a reduction is not.
+// The largest of the values of a block, which are overwritten. Halving an array is vector
+// code for every compiler, as a reduction is not.
 template <size_t Half = kBlock / 2>
 LONGSHORE_INLINE uint32_t largest_of(uint32_t* values) {
-#if defined(__AVX512F__)
-    const auto four = [&](size_t at) { return _mm512_loadu_si512(values + 16 * at); };
-    return _mm512_reduce_max_epu32(
-        _mm512_max_epu32(_mm512_max_epu32(four(0), four(1)), _mm512_max_epu32(four(2), four(3))));
-#else
     for (size_t i = 0; i < Half; ++i) values[i] = values[i] > values[i + Half] ? values[i] : values[i + Half];
     if constexpr (Half > 1) return largest_of<Half / 2>(values);
     return values[0];
-#endif
 }
 template <size_t Half = kBlock / 2>
 LONGSHORE_INLINE uint32_t smallest_of(uint32_t* values) {
-#if defined(__AVX512F__)
-    const auto four = [&](size_t at) { return _mm512_loadu_si512(values + 16 * at); };
-    return _mm512_reduce_min_epu32(
-        _mm512_min_epu32(_mm512_min_epu32(four(0), four(1)), _mm512_min_epu32(four(2), four(3))));
-#else
     for (size_t i = 0; i < Half; ++i) values[i] = values[i] < values[i + Half] ? values[i] : values[i + Half];
     if constexpr (Half > 1) return smallest_of<Half / 2>(values);
     return values[0];
-#endif
-}
-
-// Whether any code of a block is at least `number`, the sign, if there is one, aside.
-LONGSHORE_INLINE bool any_code_from(const uint8_t* codes, uint8_t number, uint8_t bits) {
-#if defined(__AVX512BW__)
-    const __m512i numbers = _mm512_and_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8(static_cast<char>(bits)));
-    return _mm512_cmpge_epu8_mask(numbers, _mm512_set1_epi8(static_cast<char>(number))) != 0;
-#else
-    uint8_t found = 0;
-    for (size_t i = 0; i < kBlock; ++i) found |= static_cast<uint8_t>((codes[i] & bits) >= number);
-    return found != 0;
-#endif
 }
 
 // Rounded up or down at random: `random` has as many bits as are dropped. Finite values
@@ -102,27 +77,35 @@ LONGSHORE_INLINE uint16_t bfloat16_of(float value, uint32_t random) {
     return static_cast<uint16_t>(magnitude > kInfinityBits ? 0x7fc0u : rounded);
 }
 
+// A block at once. False: a value is infinity or NaN, or would become infinity.
+template <size_t State>
+LONGSHORE_INLINE bool round_at_random(uint16_t* to, const float* values, const uint32_t* random) {
+#if defined(__AVX512BW__)
+    return avx512::round_at_random<State>(to, values, random);
+#else
+    alignas(64) uint32_t magnitudes[kBlock];
+    for (size_t i = 0; i < kBlock; ++i) magnitudes[i] = bits_of(values[i]) & 0x7fffffffu;
+    if (largest_of(magnitudes) >= 0x7f7f0000u) return false;
+    for (size_t i = 0; i < kBlock; ++i) {
+        to[i] = static_cast<uint16_t>((bits_of(values[i]) + half_of<State>(random[i])) >> 16);
+    }
+    return true;
+#endif
+}
+
 struct BFloat16States {
     static constexpr size_t kBytes = 2;
 
     template <bool NeverNegative>
     LONGSHORE_INLINE static void load(float* values, const EncodedStates& states, size_t state, size_t at, size_t count) {
-        const auto* from = static_cast<const uint16_t*>(states.in[state]) + at;
-        for (size_t i = 0; i < count; ++i) values[i] = BFloat16::load(from[i]);
-        for (size_t i = count; i < kBlock; ++i) values[i] = 0.0f;
+        load_values<BFloat16>(values, static_cast<const uint16_t*>(states.in[state]) + at, count);
     }
 
     template <size_t State, bool NeverNegative, bool Stream>
     LONGSHORE_INLINE static void store(const float* values, const EncodedStates& states, const uint32_t* random, size_t at,
                                        size_t count) {
         alignas(64) uint16_t encoded[kBlock];
-        alignas(64) uint32_t magnitudes[kBlock];
-        for (size_t i = 0; i < kBlock; ++i) magnitudes[i] = bits_of(values[i]) & 0x7fffffffu;
-        if (largest_of(magnitudes) < 0x7f7f0000u) {  // nothing that could become infinite, or is
-            for (size_t i = 0; i < kBlock; ++i) {
-                encoded[i] = static_cast<uint16_t>((bits_of(values[i]) + half_of<State>(random[i])) >> 16);
-            }
-        } else {
+        if (!round_at_random<State>(encoded, values, random)) {
             for (size_t i = 0; i < kBlock; ++i) encoded[i] = bfloat16_of(values[i], half_of<State>(random[i]));
         }
         store_bytes<Stream>(static_cast<char*>(states.out[State]) + at * kBytes, reinterpret_cast<const char*>(encoded),
@@ -135,6 +118,9 @@ struct BFloat16States {
 // blocks without the values that it does not look for.
 template <bool NeverNegative>
 struct ByteCode {
+    static constexpr bool kSigned = !NeverNegative;
+    static constexpr uint32_t kLargestScale = 0x7f000000u;  // 2^127
+    static constexpr uint32_t kLeastExponent = 33;          // the smallest code is then still a normal float
     static constexpr uint32_t kNan = NeverNegative ? 255 : 127;
     static constexpr uint32_t kInfinity = kNan - 1, kLargest = kNan - 2;
     static constexpr uint32_t kMantissaBits = 3, kDropped = 23 - kMantissaBits;
@@ -185,53 +171,81 @@ struct ByteCode {
     }
 };
 
+// The bits of the power of two below a magnitude, which is at most twice that.
+LONGSHORE_INLINE uint32_t scale_of(uint32_t magnitude, uint32_t least_exponent) {
+    const uint32_t exponent = magnitude == 0 ? 0 : (magnitude - 1) >> 23;
+    return (exponent < least_exponent ? least_exponent : exponent) << 23;
+}
+
+// A block at once. False: a code is that of infinity or NaN.
+template <class Code>
+LONGSHORE_INLINE bool decode_regular(float* values, const uint8_t* codes, uint32_t scale) {
+#if defined(__AVX512BW__)
+    return avx512::decode_regular<Code>(values, codes, scale);
+#else
+    uint8_t special = 0;
+    for (size_t i = 0; i < kBlock; ++i) special |= static_cast<uint8_t>((codes[i] & Code::kNan) >= Code::kInfinity);
+    if (special != 0) return false;
+    for (size_t i = 0; i < kBlock; ++i) values[i] = Code::template decode<true>(codes[i], scale);
+    return true;
+#endif
+}
+
+// A block at once, and its scale. False: there is infinity, NaN, a number from 2^127 on, or
+// one below the smallest code.
+template <class Code, size_t State>
+LONGSHORE_INLINE bool encode_regular(uint8_t* to, float* scale_to, const float* values, const uint32_t* random) {
+#if defined(__AVX512BW__)
+    return avx512::encode_regular<Code, State>(to, scale_to, values, random);
+#else
+    alignas(64) uint32_t larger[kBlock], smaller[kBlock];
+    for (size_t i = 0; i < kBlock; ++i) larger[i] = smaller[i] = Code::magnitude_of(values[i]);
+    const uint32_t largest = largest_of(larger), scale = scale_of(largest, Code::kLeastExponent);
+    if (largest >= Code::kLargestScale || smallest_of(smaller) < Code::least_of(scale)) return false;
+    for (size_t i = 0; i < kBlock; ++i) {
+        to[i] = Code::template encode<true>(values[i], scale, half_of<State>(random[i]));
+    }
+    *scale_to = float_of(scale);
+    return true;
+#endif
+}
+
+template <class Code, size_t State>
+LONGSHORE_INLINE void encode_any(uint8_t* to, float* scale_to, const float* values, const uint32_t* random) {
+    alignas(64) uint32_t finite[kBlock];
+    for (size_t i = 0; i < kBlock; ++i) {
+        const uint32_t magnitude = Code::magnitude_of(values[i]);
+        finite[i] = magnitude & mask_of(magnitude < kInfinityBits);
+    }
+    const uint32_t scale = scale_of(largest_of(finite), Code::kLeastExponent);
+    for (size_t i = 0; i < kBlock; ++i) {
+        to[i] = Code::template encode<false>(values[i], scale, half_of<State>(random[i]));
+    }
+    *scale_to = float_of(scale);
+}
+
 struct EightBitStates {
     static constexpr size_t kBytes = 1;
-    static constexpr uint32_t kLeastExponent = 33;  // the smallest code is then still a normal float
 
     template <bool NeverNegative>
     LONGSHORE_INLINE static void load(float* values, const EncodedStates& states, size_t state, size_t at, size_t) {
         using Code = ByteCode<NeverNegative>;
         const auto* from = static_cast<const uint8_t*>(states.in[state]) + at;
         const uint32_t scale = bits_of(states.scales_in[state][at / kBlock]);
-        if (!any_code_from(from, Code::kInfinity, Code::kNan)) {
-            for (size_t i = 0; i < kBlock; ++i) values[i] = Code::template decode<true>(from[i], scale);
-        } else {
-            for (size_t i = 0; i < kBlock; ++i) values[i] = Code::template decode<false>(from[i], scale);
-        }
-    }
-
-    // The bits of the power of two below a magnitude, which is at most twice that.
-    LONGSHORE_INLINE static uint32_t scale_of(uint32_t magnitude) {
-        const uint32_t exponent = magnitude == 0 ? 0 : (magnitude - 1) >> 23;
-        return (exponent < kLeastExponent ? kLeastExponent : exponent) << 23;
+        if (decode_regular<Code>(values, from, scale)) return;
+        for (size_t i = 0; i < kBlock; ++i) values[i] = Code::template decode<false>(from[i], scale);
     }
 
     template <size_t State, bool NeverNegative, bool Stream>
     LONGSHORE_INLINE static void store(const float* values, const EncodedStates& states, const uint32_t* random, size_t at,
                                        size_t) {
         using Code = ByteCode<NeverNegative>;
-        alignas(64) uint32_t larger[kBlock], smaller[kBlock];
-        for (size_t i = 0; i < kBlock; ++i) larger[i] = smaller[i] = Code::magnitude_of(values[i]);
-        const uint32_t largest = largest_of(larger), smallest = smallest_of(smaller);
-        uint32_t scale = scale_of(largest);
         alignas(64) uint8_t encoded[kBlock];
-        if (largest < kLargestScale && smallest >= Code::least_of(scale)) {
-            for (size_t i = 0; i < kBlock; ++i) {
-                encoded[i] = Code::template encode<true>(values[i], scale, half_of<State>(random[i]));
-            }
-        } else {
-            for (size_t i = 0; i < kBlock; ++i) {
-                const uint32_t magnitude = Code::magnitude_of(values[i]);
-                larger[i] = magnitude & mask_of(magnitude < kInfinityBits);
-            }
-            scale = scale_of(largest_of(larger));
-            for (size_t i = 0; i < kBlock; ++i) {
-                encoded[i] = Code::template encode<false>(values[i], scale, half_of<State>(random[i]));
-            }
+        float* scale = states.scales_out[State] + at / kBlock;
+        if (!encode_regular<Code, State>(encoded, scale, values, random)) {
+            encode_any<Code, State>(encoded, scale, values, random);
         }
         store_bytes<Stream>(static_cast<char*>(states.out[State]) + at, reinterpret_cast<const char*>(encoded), kBlock);
-        states.scales_out[State][at / kBlock] = float_of(scale);
     }
 };
 
@@ -272,12 +286,10 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
     with_type(gradient, [&]<class T>(T) {
         const auto* from = static_cast<const typename T::Storage*>(span.gradient) + at;
         prefetch_later(from);
-        for (size_t i = 0; i < count; ++i) b.g[i] = T::load(from[i]);
+        load_values<T>(b.g, from, count);
     });
-    for (size_t i = count; i < kBlock; ++i) b.g[i] = 0.0f;
     prefetch_later(span.in[0] + at);
-    for (size_t i = 0; i < count; ++i) b.a[0][i] = span.in[0][at + i];
-    for (size_t i = count; i < kBlock; ++i) b.a[0][i] = 0.0f;
+    load_values<Float32>(b.a[0], span.in[0] + at, count);
     load_states<Format, Rule>(b, span.states, at, count);
     if (span.adopt) {
         with_type(output, [&]<class T>(T) {
@@ -285,6 +297,7 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
             for (size_t i = 0; i < count; ++i) b.a[0][i] = adopted<T>(b.a[0][i], parameter[i]);
         });
     }
+    scale_gradient(s, b);
     Rule::step(s, b);
     alignas(64) uint32_t random[kBlock];
     random_bits(random, span.states.key, span.states.place + at);
@@ -292,28 +305,17 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
     store_states<Format, Rule, Stream>(b, span.states, random, at, count);
     with_type(output, [&]<class T>(T) {
         auto* to = static_cast<typename T::Storage*>(span.output) + at;
-        for (size_t i = 0; i < count; ++i) to[i] = T::round(b.a[0][i]);
+        round_values<T>(to, b.a[0], count);
     });
-}
-
-// The count is a constant here, as in step_whole_block.
-template <class Rule, class Format, bool Stream>
-[[gnu::noinline]] void step_whole_encoded(const float* s, DType gradient, DType output, const Span& span, size_t at) {
-    step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, kBlock);
-}
-
-template <class Rule, class Format, bool Stream>
-[[gnu::noinline]] void step_last_encoded(const float* s, DType gradient, DType output, const Span& span, size_t at) {
-    step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, span.numel - at);
 }
 
 template <class Rule, class Format, bool Stream>
 void step_encoded_span(const float* s, DType gradient, DType output, const Span& span) {
     size_t at = 0;
     for (; at + kBlock <= span.numel; at += kBlock) {
-        step_whole_encoded<Rule, Format, Stream>(s, gradient, output, span, at);
+        step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, kBlock);
     }
-    if (at < span.numel) step_last_encoded<Rule, Format, Stream>(s, gradient, output, span, at);
+    if (at < span.numel) step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, span.numel - at);
 #if defined(__SSE2__)
     if constexpr (Stream) _mm_sfence();
 #endif

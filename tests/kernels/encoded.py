@@ -13,13 +13,17 @@ from tests.kernels.numbers import ZEROS_AND_DENORMALS, awkward, same_bits
 
 
 def of_all_kinds(numel: int, seed: int, size: float = 1.0) -> Tensor:
-    """Blocks that share a scale, in turn: with all special values, of normal numbers alone, of tiny ones, of zeros and
-    denormals. The largest special value of a block makes its other codes zero."""
+    """Blocks that share a scale, in turn: with all special values, of normal numbers alone, of some that are too small
+    beside the largest, with one that can be rounded up to infinity, of tiny ones, of zeros and denormals. The largest
+    special value of a block makes its other codes zero."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(numel, generator=generator) * size
     least = torch.tensor(ZEROS_AND_DENORMALS)[torch.randint(0, 5, (numel,), generator=generator)]
-    kinds = torch.stack([awkward(numel, seed + 1, size), normal, normal * 1e-19, least])
-    return kinds.gather(0, (torch.arange(numel) // BLOCK_NUMEL % 4)[None])[0]
+    wide = normal * 2.0 ** -torch.randint(0, 20, (numel,), generator=generator)
+    place = torch.arange(numel)
+    huge = torch.where(place % BLOCK_NUMEL == 17, torch.finfo(torch.float32).max, normal)
+    kinds = torch.stack([awkward(numel, seed + 1, size), normal, wide, huge, normal * 1e-19, least])
+    return kinds.gather(0, (place // BLOCK_NUMEL % len(kinds))[None])[0]
 
 
 def empty_buffer(

@@ -264,7 +264,7 @@ def test_a_tile_with_encoded_states_equals_the_oracle(
     assert not same_buffers(target, other_bits)
     for state, name in enumerate(rules[0].states[: arrays - 1]):
         values = target.decoded(state, slice(0, numel), name in NEVER_NEGATIVE).cpu()
-        assert values.isfinite().float().mean() > 0.5 and (values != 0).float().mean() > 0.4
+        assert values.isfinite().float().mean() > 0.5 and (values != 0).float().mean() > 0.3
         assert values.isnan().any() and values.isinf().any() and (values.abs() < 2.0**-100).any()
 
 

@@ -1,0 +1,110 @@
+"""``python -m benchmarks.state_quality --out FOLDER``: what the states' formats do to training.
+
+``longshore train`` with each format, and with float32 states that are rounded to bfloat16's nearest numbers after each
+step, as DeepSpeed keeps them; some seeds of each. Two runs of one seed that differ in their last bits at one step go
+separate ways and end at different losses. How different, runs show whose weights were changed by a millionth before the
+first step. Prints the mean of the last validation losses and its difference from that of float32 states, and draws the
+curves. Runs that are in the folder already are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import longshore
+from benchmarks.second_moment import NEAREST
+from longshore.cli import main as run_longshore
+from longshore.cli.output import METRICS
+from longshore.cli.pictures import Series, loss_curves
+
+CHANCE = "fp32, weights changed by a millionth"
+FOLDERS = {"fp32": "fp32", "bf16": "bf16", "8bit": "8bit", NEAREST: "nearest", CHANCE: "chance"}
+
+
+class NearestAdamW(longshore.AdamW):
+    """AdamW whose states are rounded to the nearest bfloat16 numbers after each step."""
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        result = super().step(*given, **named)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state = self.state[parameter][name]
+                    state.copy_(state.bfloat16())
+        return result
+
+
+class ChangedAdamW(longshore.AdamW):
+    """AdamW that multiplies each weight by 1.000001 before the first step."""
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        if not self.state:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    torch._foreach_mul_(group["params"], 1 + 1e-6)
+        return super().step(*given, **named)
+
+
+def train(format: str, arguments: list[str]) -> None:
+    """Run ``longshore train``; in a process of its own, where the optimizer may be replaced."""
+    if format in (NEAREST, CHANCE):
+        longshore.AdamW = NearestAdamW if format == NEAREST else ChangedAdamW  # pyright: ignore
+        format = "fp32"
+    sys.exit(run_longshore(["train", *arguments, "--states", format]))
+
+
+def validation(folder: Path) -> dict[int, float]:
+    """Return the validation losses of a run, by step; without those before training, which are the same in all runs."""
+    if not (folder / METRICS).exists():
+        return {}
+    records = map(json.loads, (folder / METRICS).read_text().splitlines())
+    return {each["step"]: each["loss"] for each in records if each["kind"] == "validation" and each["step"]}
+
+
+def run(format: str, seed: int, folder: Path, size: str, steps: int) -> dict[int, float]:
+    """Return the validation losses of one run by step, from ``folder`` if it was there already."""
+    if steps not in validation(folder):
+        arguments = ["--size", size, "--steps", str(steps), "--seed", str(seed), "--eval-every", str(steps // 10)]
+        arguments += ["--eval-batches", "32", "--out", str(folder), "--overwrite"]
+        child = multiprocessing.get_context("spawn").Process(target=train, args=(format, arguments))
+        child.start()
+        child.join()
+        if child.exitcode != 0:
+            raise SystemExit(child.exitcode)
+    return validation(folder)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the runs, and of the picture.")],
+    seeds: Annotated[int, typer.Option(help="Runs of each format.")] = 3,
+    size: Annotated[str, typer.Option(help="As for longshore train.")] = "small",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 500,
+) -> None:
+    """Train in each format, print how the final losses compare, and draw the curves."""
+    runs: dict[str, list[dict[int, float]]] = {format: [] for format in FOLDERS}
+    for seed in range(seeds):
+        for format, name in FOLDERS.items():
+            runs[format].append(run(format, seed, out / f"{name}-{seed}", size, steps))
+    final = {format: [losses[steps] for losses in found] for format, found in runs.items()}
+    base = final["fp32"]
+    for format, losses in final.items():
+        mean, difference = statistics.mean(losses), statistics.mean(losses) / statistics.mean(base) - 1
+        paired = ", ".join(f"{ours / theirs - 1:+.2%}" for ours, theirs in zip(losses, base, strict=True))
+        print(f"{format}: mean {mean:.4f}, {difference:+.2%} of fp32's; by seed {paired}")
+    lines = [
+        Series(format, [*found[0]], [statistics.mean(losses[step] for losses in found) for step in found[0]])
+        for format, found in runs.items()
+    ]
+    (out / "curves.png").write_bytes(loss_curves(lines, f"validation loss, mean of {seeds} seeds"))
+
+
+if __name__ == "__main__":
+    typer.run(main)
