@@ -14,11 +14,12 @@ import longshore
 
 
 class Net(nn.Module):
-    """A trunk and heads of random sizes; every head is optional."""
+    """A trunk and heads of random sizes, or ``width``; every head is optional."""
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, dice: random.Random, width: int | None) -> None:
         super().__init__()
-        width = dice.choice([3, 8, 17])
+        drawn = dice.choice([3, 8, 17])
+        width = width or drawn
         self.trunk = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
         self.heads = nn.ModuleList([nn.Linear(width, dice.choice([1, 4, 9])) for _ in range(dice.choice([1, 2, 3]))])
 
@@ -28,25 +29,30 @@ class Net(nn.Module):
 
 
 class Schedule:
-    """What a seed does: the same calls on two twins, of which one steps ahead."""
+    """What a seed does: the same calls on two twins, of which one steps ahead. States have another format for each seed
+    in turn."""
 
     def __init__(self, seed: int) -> None:
+        states = ("fp32", "bf16", "8bit")[seed % 3]
         self.dice = dice = random.Random(seed)
         torch.manual_seed(seed)
         dtype = dice.choice([torch.float32, torch.bfloat16])
-        model = Net(dice).to(dtype)
+        # With 8 bits one matrix is large enough for them, and tiles have whole blocks of 64.
+        eight_bit = states == "8bit"
+        model = Net(dice, width=64 if eight_bit else None).to(dtype)
         self.dtype = dtype
         self.models = (model, copy.deepcopy(model))
         kind, options = dice.choice(
             [(longshore.AdamW, {"weight_decay": 0.1}), (longshore.Adam, {}), (longshore.SGD, {"momentum": 0.9})]
         )
-        tile_numel = dice.choice([7, 30, 100, 1000])
+        tile_numel = dice.choice([7, 30, 100, 1000]) * (10 if eight_bit else 1)
         delayed = longshore.SimulatedTransfer(seed, max_delay_s=dice.choice([0.0, 2e-5, 2e-4]))
         offloads = (
-            longshore.Offload(tile_numel, threads=1),
+            longshore.Offload(tile_numel, threads=1, states=states),
             longshore.Offload(
                 tile_numel,
                 threads=1,
+                states=states,
                 transfer=dice.choice([delayed, delayed, None]),
                 speculation_memory=dice.choice(["100%", "100%", "50%", "20%"]),
             ),
@@ -57,6 +63,7 @@ class Schedule:
         )
         self.usual = dice.choice([1, 1, 2, 3])
         self.seen: Counter[str] = Counter()
+        self.seen[states] += 1
 
     def _groups(self, model: Net) -> list[dict[str, Any]]:
         return [{"params": list(model.trunk.parameters())}, {"params": list(model.heads.parameters()), "lr": 3e-3}]

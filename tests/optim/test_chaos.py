@@ -28,7 +28,8 @@ def play(first: int, count: int) -> Counter[str]:
 def test_a_hundred_schedules(first: int) -> None:
     seen = play(first, _AT_A_TIME)
     # They do what they are there for.
-    for what in ("kept", "redone", "dropped", "waited", "discarded", "taken out", "written", "frozen or thawed"):
+    done = ("kept", "redone", "dropped", "waited", "discarded", "taken out", "written", "frozen or thawed")
+    for what in (*done, "fp32", "bf16", "8bit"):
         assert seen[what] > 0, what
 
 
