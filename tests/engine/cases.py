@@ -121,9 +121,9 @@ def engine_of(
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
     with warnings.catch_warnings():
-        if (
-            optimizer == "Muon"
-        ):  # of the little that AdamW steps, ranks may have no parameter that fits the device's share
+        if optimizer == "Muon" or states != "fp32":
+            # Of the little that AdamW steps beside Muon, or in larger buckets, a rank may have no parameter that fits
+            # the device's share.
             warnings.filterwarnings("ignore", "ratio=")
         return longshore.initialize(
             model=model,
