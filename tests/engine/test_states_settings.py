@@ -152,10 +152,17 @@ def test_encoded_states_of_a_client_do_not_become_others() -> None:
 
 
 @pytest.mark.parametrize("by_offload", [False, True])
-@pytest.mark.parametrize("second", [{"states": "8bit"}, {"states": "bf16", "states_seed": 1}], ids=["format", "seed"])
-def test_ranks_with_different_ones(second: dict[str, Any], by_offload: bool, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"states": "8bit"}, "\"states='8bit'\" in place of \"states='bf16'\""),
+        ({"states": "bf16", "states_seed": 1}, "'states_seed=1' in place of 'states_seed=0'"),
+    ],
+    ids=["format", "seed"],
+)
+def test_ranks_with_different_ones(second: dict[str, Any], told: str, by_offload: bool, two_ranks: Ranks) -> None:
     for said in two_ranks(states_cases.set_up_with, [{"states": "bf16"}, second], by_offload):
-        assert said.startswith("RankError: the configuration of rank 1 is not that of rank 0; every rank has to")
+        assert said.startswith(f"RankError: the configuration of rank 1 is not that of rank 0 ({told}); every rank has")
 
 
 # -- explain() ----------------------------------------------------------------------

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class Initialized(NamedTuple):
     """The four results of :func:`initialize`, in the order that scripts unpack."""
 
     engine: Engine
-    optimizer: Optimizer
+    optimizer: TiledOptimizer
     training_dataloader: Any
     lr_scheduler: Any
 
@@ -310,16 +311,23 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimize
 
 def _check_same(parts: Mapping[str, Iterable[str]], ranks: Ranks, duty: str) -> None:
     """Raise RankError, with parts and ranks, unless the parts are the same on all ranks (law 11); all have to call."""
-    digests = {
-        what: hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() for what, lines in parts.items()
-    }
+    lines = {what: [*each] for what, each in parts.items()}
+    digests = {what: hashlib.blake2b("\n".join(each).encode(), digest_size=16).digest() for what, each in lines.items()}
     rows = ranks.gather(digests)
     for what in digests:
         differing = [rank for rank, row in enumerate(rows) if row[what] != rows[0][what]]
-        if differing:
+        if differing:  # seen by all ranks alike, so that all gather again
+            every = ranks.gather(lines[what])
+            first, other = _first_difference(every[0], every[differing[0]])
             raise RankError(
-                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
+                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0 "
+                f"({other!r} in place of {first!r}); every rank has to {duty}"
             )
+
+
+def _first_difference(first: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    pairs = zip_longest(first, other, fillvalue="nothing more")
+    return next((mine[:200], its[:200]) for mine, its in pairs if mine != its)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
