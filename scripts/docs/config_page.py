@@ -130,7 +130,8 @@ def page() -> str:
 
 _OFFLOAD = """\
 For the optimizers without an engine, `longshore.AdamW(..., offload=longshore.Offload(...))`, and for
-`longshore.initialize(offload=...)`. None of them changes a bit of the weights.
+`longshore.initialize(offload=...)`. Only `states` and `states_seed` change bits of the weights ([states in
+fewer bytes](states.md)). Given to `initialize()`, it replaces all that the configuration says of the same.
 """
 
 

@@ -84,8 +84,11 @@ def test_deepspeeds_keys_of_the_file() -> None:
 
 def test_an_offload_of_the_users_own_keeps_its_states(tmp_path: Path) -> None:
     own = longshore.Offload(states="8bit", states_seed=5)
-    weights, _ = trained(config_of("bf16"), offload=own)
+    weights, _ = trained(config_of(), offload=own)
     assert same(weights, plain(own))
+    for asked, told in (({"states": "bf16"}, "states='bf16', .* states='8bit'"), ({"states_seed": 3}, "states_seed=3")):
+        with pytest.raises(ValueError, match=f"the configuration has {told}"):
+            started(config_of(**asked), wide_model(), offload=own).__enter__()
     with started(config_of(), wide_model(), offload=own) as engine:
         assert (engine.config.states, engine.config.states_seed) == ("8bit", 5)
 
@@ -143,10 +146,12 @@ def test_encoded_states_of_a_client_do_not_become_others() -> None:
     model = wide_model()
     client = longshore.AdamW(model.parameters(), offload=longshore.Offload(states="8bit"))
     config = without(config_of(), "optimizer")
-    with pytest.raises(ValueError, match=r"states of optimizer= \(AdamW\) are 8bit, .* are fp32: give states 8bit"):
+    with pytest.raises(ValueError, match=r"of optimizer= \(AdamW\) are 8bit .* are fp32 with 0: give states 8bit and"):
         longshore.initialize(model=model, optimizer=client, config=config)
-    with pytest.raises(ValueError, match=r"are 8bit, by its Offload, and .* are bf16"):
-        longshore.from_client(client, offload=longshore.Offload(states="bf16"))
+    for other in (longshore.Offload(states="bf16"), longshore.Offload(states="8bit", states_seed=3)):
+        told = rf"are 8bit with states_seed 0, by its Offload, and .* are {other.states} with {other.states_seed}"
+        with pytest.raises(ValueError, match=told):
+            longshore.from_client(client, offload=other)
     with started(without(config_of("8bit"), "optimizer"), model, optimizer=client) as engine:
         assert engine.explain(print_it=False).states_by_format == COUNTED
 

@@ -17,14 +17,15 @@ import longshore
     ("kind", "options", "here"),
     [
         (longshore.AdamW, {"offload_gradients": True}, "release_gradients"),
-        (longshore.AdamW, {"optim_bits": 8}, "float32"),
+        (longshore.AdamW, {"optim_bits": 8}, r"Offload\(states="),
         (longshore.Adam, {"is_paged": True}, "host memory"),
         (longshore.AdamW, {"percentile_clipping": 5}, "clip_grad_norm_"),
-        (longshore.Lion, {"block_wise": True}, "float32"),
-        (longshore.Lion, {"min_8bit_size": 4096}, "float32"),
+        (longshore.Lion, {"block_wise": True}, r"Offload\(states="),
+        (longshore.Lion, {"min_8bit_size": 4096}, r"Offload\(states="),
         (longshore.SGD, {"args": 1}, "8-bit"),
-        (longshore.AdamW, {"optim_bits": 32.0}, "float32"),
-        (longshore.AdamW, {"block_size": 256}, "8-bit"),
+        (longshore.AdamW, {"optim_bits": 32.0}, r"Offload\(states="),
+        (longshore.Adam, {"states": "8bit"}, r"Offload\(states="),
+        (longshore.AdamW, {"block_size": 256}, r"Offload\(states="),
         (longshore.AdamW, {"bf16_stochastic_round": True}, "rounded to the nearest"),
         (longshore.Adam, {"adam_w_mode": True}, "longshore.AdamW"),
         (longshore.AdamW, {"correct_bias": False}, "bias_correction"),
@@ -62,7 +63,7 @@ def test_what_asks_for_what_is_done_anyway_is_taken(kind: Any, options: dict[str
 
 def test_lion_decays_as_lion_pytorch_does_by_default() -> None:
     """Its README divides the decay by the first rate for ``decoupled_weight_decay=True`` only."""
-    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter = torch.torch.nn.Parameter(torch.ones(4))
     optimizer = longshore.Lion(  # pyright: ignore[reportCallIssue]
         [parameter], lr=0.5, weight_decay=0.25, decoupled_weight_decay=False
     )
@@ -81,3 +82,15 @@ def test_own_words_are_taken() -> None:
     assert copy.deepcopy(optimizer).param_groups[0]["decoupled_weight_decay"] is True
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
         longshore.Adam(small_model().parameters(), learning_rate=1e-3)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(("name", "value"), [("states", "bf16"), ("states_seed", 1), ("optim_bits", 8)])
+def test_a_group_has_no_format_of_its_own(name: str, value: object) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    with pytest.raises(ValueError, match=f"a group has '{name}', and the states of all groups"):
+        longshore.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], name: value}])
+    optimizer = longshore.AdamW(parameters[:1])
+    with pytest.raises(ValueError, match="have one format"):
+        optimizer.add_param_group({"params": parameters[1:], name: value})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": parameters[1:], "optim_bits": 32})

@@ -238,12 +238,16 @@ def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: StoreFac
     except ValueError as error:
         raise ValueError(f"states {states.value} {error}") from None
     if isinstance(optimizer, TiledOptimizer):
-        theirs = optimizer._core.offload.state_format
-        if theirs is not StateFormat.FP32 and theirs is not states:
+        theirs = optimizer._core.offload
+        if theirs.state_format is StateFormat.FP32:
+            return
+        seed = 0 if offload is None else offload.states_seed
+        if (theirs.state_format, theirs.states_seed) != (states, seed):
+            wanted = f"states {theirs.state_format.value} and states_seed {theirs.states_seed}"
             raise ValueError(
-                f"the states of optimizer= ({name}) are {theirs.value}, by its Offload, and those of the optimizer "
-                f"that takes over are {states.value}: give states {theirs.value} here, too (in the configuration, or "
-                "in offload=)"
+                f"the states of optimizer= ({name}) are {theirs.state_format.value} with states_seed "
+                f"{theirs.states_seed}, by its Offload, and those of the optimizer that takes over are "
+                f"{states.value} with {seed}: give {wanted} here, too (in the configuration, or in offload=)"
             )
 
 

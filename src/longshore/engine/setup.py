@@ -152,9 +152,20 @@ def _loader(data: Any, engine: Engine, share: Ranks, collate_fn: Any) -> Any:
 
 def _with_states_of(offload: Offload | None, config: Config) -> Config:
     """Return the configuration with the states of the user's own ``offload``, so that ranks are compared by them, and
-    checkpoints say them."""
+    checkpoints say them.
+
+    Raises:
+        ValueError: the configuration asks for others.
+    """
     if offload is None:
         return config
+    for name in ("states", "states_seed"):
+        wanted, given = getattr(config, name), getattr(offload, name)
+        if wanted not in (given, Config.model_fields[name].default):
+            raise ValueError(
+                f"the configuration has {name}={wanted!r}, and offload=, which replaces its settings of the host, has "
+                f"{name}={given!r}: give Offload({name}={wanted!r}), or leave {name} out of the configuration"
+            )
     return config.model_copy(update={"states": offload.states, "states_seed": offload.states_seed})
 
 

@@ -9,17 +9,20 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-_NO_EIGHT_BITS = "states are float32 in host memory, never 8-bit: leave it out"
+_FORMAT = 'the format of the states is chosen by offload=longshore.Offload(states="8bit"), or "bf16": give that instead'
 _HERE = {
+    # our own, in the wrong place
+    "states": _FORMAT,
+    "states_seed": "give offload=longshore.Offload(states=..., states_seed=...)",
     # torchao
     "offload_gradients": "that is release_gradients here",
-    "block_size": _NO_EIGHT_BITS,
+    "block_size": _FORMAT,
     "bf16_stochastic_round": "bf16 parameters are float32 masters, rounded to the nearest: leave it out",
     "minimal_size": "small parameters share a tile: leave it out (Offload(ratio=...) keeps a share on the device)",
     # bitsandbytes
-    "optim_bits": _NO_EIGHT_BITS,
-    "min_8bit_size": _NO_EIGHT_BITS,
-    "block_wise": _NO_EIGHT_BITS,
+    "optim_bits": _FORMAT,
+    "min_8bit_size": _FORMAT,
+    "block_wise": _FORMAT,
     "is_paged": "all of the state is in host memory, whatever the device has free: leave it out",
     "args": "bitsandbytes' settings of 8-bit states have no meaning: leave it out",
     "percentile_clipping": "clip with optimizer.clip_grad_norm_(max_norm): leave it out",
@@ -80,6 +83,20 @@ def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...
     for name in named:
         if name in _HERE and name not in known and not _as_here(kind, name, named[name]):
             raise TypeError(f"{kind.__name__} takes no {name}: {_HERE[name]}")
+
+
+def check_group_words(kind: type, group: Mapping[str, Any]) -> None:
+    """Check that a group of an optimizer ``kind`` does not ask for a format of its states, which is one for all groups.
+
+    Raises:
+        ValueError: it does.
+    """
+    for name in ("states", "states_seed", "optim_bits"):
+        if isinstance(group, Mapping) and name in group and not _as_here(kind, name, group[name]):
+            raise ValueError(
+                f"a group has {name!r}, and the states of all groups of {kind.__name__} have one format: give "
+                "offload=longshore.Offload(states=...), or parameters with another format an optimizer of their own"
+            )
 
 
 def is_accelerates_mapping(caller: FrameType) -> bool:

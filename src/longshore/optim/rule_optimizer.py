@@ -6,13 +6,16 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from longshore.optim.family import RuleFamily
-from longshore.optim.other_words import check_words, without_words
+from longshore.optim.other_words import check_group_words, check_words, without_words
 from longshore.optim.tiled_optimizer import TiledOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
 """Every :class:`RuleOptimizer` that was defined, by the name of its class."""
@@ -39,7 +42,7 @@ class RuleOptimizer(TiledOptimizer):
             OPTIMIZERS[cls.__name__] = cls
             cls.__init__ = without_words(cls, cls.__init__)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         check_words(cls, inspect.signature(cls).parameters, args, kwargs)
         return super().__new__(cls)
 
@@ -50,6 +53,7 @@ class RuleOptimizer(TiledOptimizer):
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        check_group_words(type(self), param_group)
         super().add_param_group(param_group)
         known = {*self.defaults, *self.rules.options, *self.rules.absent, "params", "param_names", "initial_lr"}
         for name in self.param_groups[-1].keys() - known:
