@@ -20,6 +20,7 @@ from checkpoint.test_deepspeed import OPTIMIZER_FILE, PLAIN, TAG, base_of, broug
 from checkpoint.test_hostile import rehash
 from checkpoint.test_resume import check
 from longshore.checkpoint.inspection import inspect
+from longshore.cli import main
 from longshore.errors import CheckpointError
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
@@ -157,7 +158,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @FORMATS
-def test_inspect_shows_the_dtype(states: str, tmp_path: Path) -> None:
+def test_inspect_shows_dtypes_formats_and_the_seed(
+    states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Masters are float32, and states are in the files as bfloat16, which has all numbers of 8 bits."""
     cases.save(Setting(states=states), str(tmp_path))
     checkpoint = inspect(tmp_path).checkpoint
@@ -168,6 +171,12 @@ def test_inspect_shows_the_dtype(states: str, tmp_path: Path) -> None:
     formats = {name: entry["format"] for name, entry in content["parameters"].items()}
     assert formats.pop("wide.1.weight") == states
     assert {*formats.values()} == {"bf16"} and content["states_seed"] == 0
+    counts = {"bf16": len(formats), "8bit": 1} if states == "8bit" else {"bf16": len(formats) + 1}
+    assert checkpoint.optimizer is not None
+    assert (checkpoint.optimizer.states, checkpoint.optimizer.states_seed) == (counts, 0)
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{states} for" in said and "; seed 0" in said
 
 
 @pytest.mark.parametrize("format", ["int4", "", 8, None, ["bf16"], {"bf16": 1}], ids=repr)

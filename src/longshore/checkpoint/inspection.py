@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from longshore.checkpoint.folder import (
 )
 from longshore.checkpoint.model_state import MODEL
 from longshore.checkpoint.optimizer_state import OPTIMIZER
+from longshore.checkpoint.state_formats import FORMAT, STATES_SEED
 from longshore.checkpoint.training_state import CLIENT_STATE, read_description
 from longshore.errors import CheckpointError
+from longshore.kernels.formats import StateFormat
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,21 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """An optimizer; ``first_step``, ``last_step``: least and most steps of parameters with state, or None."""
+    """An optimizer.
+
+    Attributes:
+        first_step, last_step: least and most steps of parameters with state, or None.
+        states: how many parameters have states of each format (fp32, bf16, 8bit).
+        states_seed: the number on which the rounding of states depends that are not float32; None: all are.
+    """
 
     kind: str
     groups: list[GroupSummary]
     num_with_state: int
     first_step: int | None
     last_step: int | None
+    states: dict[str, int]
+    states_seed: int | None
 
 
 @dataclass(frozen=True)
@@ -192,8 +203,11 @@ def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
 
 def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:
     groups = [GroupSummary(group["options"], len(group["parameters"])) for group in about["groups"]]
-    steps = [entry["step"] for entry in about["parameters"].values()]
-    return OptimizerSummary(about["kind"], groups, len(steps), min(steps, default=None), max(steps, default=None))
+    entries = about["parameters"].values()
+    steps = [entry["step"] for entry in entries]
+    formats = Counter(entry.get(FORMAT, StateFormat.FP32.value) for entry in entries)
+    first, last = min(steps, default=None), max(steps, default=None)
+    return OptimizerSummary(about["kind"], groups, len(steps), first, last, dict(formats), about.get(STATES_SEED))
 
 
 def _size_of(path: Path) -> int:

@@ -177,6 +177,9 @@ def _about(checkpoint: CheckpointSummary, verified: bool) -> Iterator[tuple[str,
         yield "left out", f"{plural(len(checkpoint.left_out), 'frozen parameter')}"
     state = checkpoint.optimizer
     yield "optimizer", "none" if state is None else f"{state.kind}, {_steps(state.first_step, state.last_step)}"
+    if state is not None and state.states_seed is not None:
+        counts = ", ".join(f"{format} for {plural(count, 'parameter')}" for format, count in state.states.items())
+        yield "states", f"{counts}; seed {state.states_seed}"
     for number, group in enumerate([] if state is None else state.groups):
         options = ", ".join(f"{key} {_short(value)}" for key, value in group.options.items() if value is not None)
         yield f"group {number}", f"{plural(group.num_parameters, 'parameter')}: {options}"
