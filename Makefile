@@ -11,7 +11,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
+.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel release lint clean
 
 setup: $(SETUP)
 
@@ -100,6 +100,13 @@ $(DOCS): $(SETUP)
 wheel: $(SETUP)
 	$(BIN)/python -m scripts.extra ship | xargs $(BIN)/pip install -q -c constraints.txt
 	TOOLS=$(BIN)/python scripts/check_wheel.sh dist
+
+# What is uploaded, made of the last commit: built twice, compared, checked, and tried where there is no compiler. The
+# wheel is for $(PYTHON); RELEASE="--python python3.11 --python python3.12" builds others, and --once does not compare.
+RELEASE ?=
+release: $(SETUP)
+	$(BIN)/python -m scripts.extra ship | xargs $(BIN)/pip install -q -c constraints.txt
+	$(BIN)/python -m scripts.release $(RELEASE)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from typing import Any
 NUMEL = 4096  # of each array; whole vectors, since torch rounds its scalar tail differently
 IMPORT_LIMIT_S = 0.3
 FLOAT32 = 1
+FLOAT32_STATES = 0  # longshore.kernels.formats.StateFormat.code
 
 
 def native_module() -> Any:
@@ -44,11 +45,12 @@ def check_native() -> None:
         array = ctypes.c_float * NUMEL
         state = (ctypes.c_float * (3 * NUMEL))(*([1.0] * NUMEL))
         gradient, output = array(*(0.5 + i / NUMEL for i in range(NUMEL))), array()
-        segment = (0, NUMEL, ctypes.addressof(gradient), ctypes.addressof(output), 0, FLOAT32, FLOAT32)
+        segment = (0, NUMEL, ctypes.addressof(gradient), ctypes.addressof(output), 0, FLOAT32, FLOAT32, 0, 0)
         # AdamW at step 1: a scale of 1, a learning rate of 0.25, betas of 0.9 and 0.999, no decay, no eps.
         scalars = (1.0, 1.0, 1.0, 0.0, 0.1, 0.999, 0.001, 0.001**0.5, 0.0, -0.25 / 0.1)
         address = ctypes.addressof(state)
-        native.step(pool, native.rules().index("Adam"), (address, address, 3, NUMEL), [segment], [scalars], isa)
+        buffer, rules = (address, address, 3, NUMEL, FLOAT32_STATES), ([scalars], [1])
+        native.step(pool, native.rules().index("Adam"), buffer, [segment], rules, native.Outputs.WRITTEN, isa)
         # The first step of Adam is the learning rate, whatever the gradient.
         assert all(abs(value - 0.75) < 1e-6 for value in output), f"{isa}: {output[0]}"
         results[isa] = bytes(state)

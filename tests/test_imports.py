@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 
 LEVELS = [
-    {"errors", "accelerator", "byte_sizes", "layout", "machine", "units"},
+    {"errors", "accelerator", "byte_sizes", "deprecation", "layout", "machine", "units"},
     {"kernels", "transfer"},
     {"tiles", "activations"},
     {"optim", "streaming"},

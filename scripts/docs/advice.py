@@ -152,6 +152,7 @@ SECTIONS = (
         "[The guide](optimizer.md#refused-by-name) lists what is refused.",
         (
             "byte_sizes.py",
+            "deprecation.py",
             "optim/rules/",
             "optim/core.py: the optimizer has no",
             "optim/core.py: optimizer got",

@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore import checkpointing as checkpointing
+    from longshore import utils as utils
     from longshore.checkpoint.one_line import load as load
     from longshore.checkpoint.one_line import save as save
     from longshore.checkpoint.one_line import wait_for_checkpoint as wait_for_checkpoint
@@ -69,15 +71,17 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOME_OF:
-        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _HOME_OF:
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

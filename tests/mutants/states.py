@@ -164,7 +164,7 @@ MUTANTS = [
         "checkpoint/state_formats.py",
         "    return torch.bfloat16 if encoded else torch.float32\n",
         "    return torch.float32\n",
-        (f"{SAVED}::test_inspect_shows_the_dtype",),
+        (f"{SAVED}::test_inspect_shows_dtypes_formats_and_the_seed",),
     ),
     Mutant(
         "an unknown format of states is loaded",

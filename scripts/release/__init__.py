@@ -1,0 +1,1 @@
+"""``make release``: the files of a release, checked, in ``dist/``."""
