@@ -26,6 +26,7 @@ from longshore.kernels import (
 from longshore.kernels.base import DTYPE_CODES
 from longshore.kernels.buffers import EncodedBuffer
 from longshore.kernels.formats import BLOCK_NUMEL, NEVER_NEGATIVE, SIGNED, UNSIGNED, Coding, StateFormat, stream_of
+from longshore.optim.rules.adagrad import AdagradRule
 from tests.kernels.encoded import copy_of, empty_buffer, encoded_buffer, of_all_kinds, same_buffers, step_part
 from tests.kernels.numbers import OTHER_RULES, RULES, awkward, same_bits, written
 
@@ -293,3 +294,47 @@ def test_torch_does_not_step_encoded_states(kernels: HostKernels, format: StateF
     rule = TorchRule("RMSprop", (("lr", 0.1),), (("square_avg", 1),), 1, True)
     with pytest.raises(ValueError, match=f"torch steps float32 states, not {format.value}"):
         kernels.step_tile(buffer, buffer, [], [rule])
+
+
+TOP = 2.0**127 * (2 - 2.0**-7)  # the largest bfloat16
+
+
+@all_formats
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "with infinity and NaN"])
+@pytest.mark.parametrize(
+    "rule", [RULES[0], next(rule for rule in OTHER_RULES if isinstance(rule, AdagradRule))], ids=str
+)
+def test_numbers_near_the_largest(kernels: HostKernels, format: StateFormat, rule: Rule, special: bool) -> None:
+    """Finite numbers stay finite where rounding up would make them infinite; no number of a block is small."""
+    numel, random = 64 * BLOCK_NUMEL, torch.Generator().manual_seed(0)
+    states = len(rule.states)
+    source = empty_buffer(format, states, numel)
+    for state, name in enumerate(rule.states):
+        # A sum grows from the largest number; moments shrink, from where the smallest is still near the largest.
+        values = torch.full((numel,), TOP) if states == 1 else TOP * (0.6 + 0.4 * torch.rand(numel, generator=random))
+        if name not in NEVER_NEGATIVE:
+            values *= torch.randint(0, 2, (numel,), generator=random) * 2 - 1
+        if special:
+            values[3 :: 5 * BLOCK_NUMEL], values[7 :: 3 * BLOCK_NUMEL] = torch.inf, torch.nan
+        source.encode(state, slice(0, numel), name in NEVER_NEGATIVE, values)
+    gradient = torch.full((numel,), 1e18 if states == 1 else 0.0)
+    segment = TileSegment(0, gradient, None, 0, Coding(format, stream_of(3, "weight"), 0))
+    expected = copy_of(source)
+    step_part(source, expected, segment, rule)
+    target = copy_of(source)
+    kernels.step_tile(target, target, [segment], [rule])
+    assert same_buffers(target, expected)
+    for state, name in enumerate(rule.states):
+        values = target.decoded(state, slice(0, numel), name in NEVER_NEGATIVE)
+        assert (values.abs() >= 2.0**126).float().mean() > 0.5 and values.isfinite().all() == (not special)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], ids=hex)
+def test_any_nan_of_a_master_is_nan_in_the_parameter(kernels: HostKernels, bits: int) -> None:
+    """Rounded as if they were numbers, some would be zero or infinity."""
+    numel = 3 * BLOCK_NUMEL
+    buffer = torch.zeros(3, numel)
+    buffer[0].view(torch.int32)[::17] = bits
+    output = torch.zeros(numel, dtype=torch.bfloat16)
+    kernels.step_tile(buffer, buffer, [TileSegment(0, torch.zeros(numel), output, 0)], [RULES[0]])
+    assert torch.equal(output.isnan(), buffer[0].isnan()) and int(output.isnan().sum()) == -(-numel // 17)
