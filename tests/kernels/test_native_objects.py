@@ -30,7 +30,7 @@ def symbols(source: Path, flags: list[str], folder: Path) -> list[tuple[str, str
         pytest.skip("needs a C++ compiler and nm")
     target = folder / "kernels.o"
     # Without optimization nothing is inlined away, so what could be emitted is.
-    options = ["-std=c++20", "-O0", "-fPIC", "-DLONGSHORE_X86_64", f"-I{NATIVE}", *flags]
+    options = ["-std=c++20", "-O0", "-fno-exceptions", "-fPIC", "-DLONGSHORE_X86_64", f"-I{NATIVE}", *flags]
     subprocess.run([compiler, *options, "-c", source, "-o", target], check=True)
     lines = subprocess.run(["nm", "-C", target], check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [line[17:].split(" ", 1) for line in lines]
