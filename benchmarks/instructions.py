@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -32,14 +33,20 @@ def count_instructions(prepare: Callable[[], Callable[[], None]]) -> int:
     ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     child = os.fork()
     if child == 0:
-        run = prepare()
-        run()  # what Python and torch do at the first call only
-        ptrace(_TRACE_ME, 0, None, None)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        run()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    os.waitpid(child, 0)
+        try:
+            run = prepare()
+            run()  # what Python and torch do at the first call only
+            ptrace(_TRACE_ME, 0, None, None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            run()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # never on in the parent's program
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        raise RuntimeError("the step failed before it was counted; its message is above")
     steps = 0
     while True:
         if ptrace(_SINGLE_STEP, child, None, None) != 0:

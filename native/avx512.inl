@@ -63,7 +63,8 @@ LONGSHORE_INLINE __m512i random_half(__m512i random) {
     return State == 0 ? _mm512_and_si512(random, all_of(0xffff)) : _mm512_srli_epi32(random, 16);
 }
 
-// float32 to bfloat16, stochastically. False: a value is infinity or NaN, or would become infinity.
+// float32 to bfloat16, stochastically. False, and what was written is wrong: a value is
+// infinity or NaN, or would become infinity.
 template <size_t State>
 LONGSHORE_INLINE bool round_at_random(uint16_t* to, const float* values, const uint32_t* random) {
     const __m512i upper = _mm512_add_epi16(_mm512_load_si512(kLowerHalves), all_words_of(1));

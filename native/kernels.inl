@@ -21,8 +21,9 @@ namespace {
 
 // Elements of one block, which is also what shares a scale among states of 8 bits. A
 // block is worked on in local arrays: nothing aliases them, so every compiler makes
-// vector code of the loops below, and the caches see each line once. All of a block is read before any of it is written, which
-// makes in-place use and an output over its own gradient sound.
+// vector code of the loops below, and the caches see each line once. All of a block is
+// read before any of it is written, which makes in-place use and an output over its own
+// gradient sound.
 constexpr size_t kBlock = kScaleBlock;
 
 // The gradient, and the buffer's arrays: the master first.

@@ -131,7 +131,8 @@ def page() -> str:
 _OFFLOAD = """\
 For the optimizers without an engine, `longshore.AdamW(..., offload=longshore.Offload(...))`, and for
 `longshore.initialize(offload=...)`. Only `states` and `states_seed` change bits of the weights ([states in
-fewer bytes](states.md)). Given to `initialize()`, it replaces all that the configuration says of the same.
+fewer bytes](states.md)). Given to `initialize()`, it replaces what the configuration says of the same; states and
+seeds that differ are an error.
 """
 
 
