@@ -112,7 +112,12 @@ def test_what_cannot_go_on(train, trained, tmp_path):
     other = train("--resume", "--out", out, "--lr", "0.5", "--seq-len", "8").refused()
     assert "--lr 0.001 there, 0.5 here; --seq-len 16 there, 8 here. Give the options that it was begun with" in other
     other = train("--resume", "--out", out, "--stage", "0").refused()
-    assert "training without the engine there, by the engine (--stage) here" in other
+    assert "is another one: training without the engine there, by the engine (--stage) here. Give the options" in other
+    other = train("--resume", "--out", out, "--schedule", "constant").refused()
+    assert "is another one: --schedule cosine there, constant here. Give the options that it was begun with" in other
+    assert f"(with its weights: --model {out} in place of --size)" in other
+    other = train("--resume", "--out", out, "--states", "bf16", "--states-seed", "4").refused()
+    assert "is another one: --states fp32 there, bf16 here. Give" in other
     other = train("--resume", "--out", out, "--release-gradients").refused()
     assert "--release-gradients False there, True here" in other
     (out / "run.json").write_text(json.dumps({"longshore": "0"}))
@@ -152,13 +157,18 @@ def test_formats_of_states(options, train, tmp_path, results):
 
 
 def test_a_run_from_before_there_were_formats(train, tmp_path):
-    out = tmp_path / "run"
+    out, config = tmp_path / "run", tmp_path / "config.json"
+    config.write_text("{}")
     assert train("--save-every", "2", "--out", out).code == 0
     run = json.loads((out / "run.json").read_text())
     del run["settings"]["optimizer"]["states"], run["settings"]["optimizer"]["states_seed"]
     (out / "run.json").write_text(json.dumps(run))
     assert "--states fp32 there, bf16 here" in train("--resume", "--out", out, "--states", "bf16").refused()
-    assert train("--resume", "--out", out, "--states-seed", "4").code == 0, "float32 is not rounded"
+    seed = ("--resume", "--out", out, "--states-seed", "4")
+    assert "--states-seed 4 is the seed of the rounding that --states bf16 and 8bit do" in train(*seed).refused()
+    assert "states_seed = 4: is the seed of the rounding" in train(*seed, "--config", config).refused()
+    assert "add --states, or leave --states-seed out" in train(*seed, "--stage", "1").refused()
+    assert train("--resume", "--out", out).code == 0
 
 
 def test_more_steps_of_a_schedule_that_follows_from_them(train, tmp_path):

@@ -86,7 +86,10 @@ def test_an_offload_of_the_users_own_keeps_its_states(tmp_path: Path) -> None:
     own = longshore.Offload(states="8bit", states_seed=5)
     weights, _ = trained(config_of(), offload=own)
     assert same(weights, plain(own))
-    for asked, told in (({"states": "bf16"}, "states='bf16', .* states='8bit'"), ({"states_seed": 3}, "states_seed=3")):
+    for asked, told in (
+        ({"states": "bf16"}, "states='bf16', .* states='8bit'"),
+        ({"states": "8bit", "states_seed": 3}, "states_seed=3"),
+    ):
         with pytest.raises(ValueError, match=f"the configuration has {told}"):
             started(config_of(**asked), wide_model(), offload=own).__enter__()
     with started(config_of(), wide_model(), offload=own) as engine:

@@ -238,8 +238,24 @@ def test_the_host_holds_what_the_format_takes(states: str, expected: float) -> N
     assert optimizer.host_bytes()["state"] == expected * 256 * 256
 
 
+def test_a_seed_of_states_that_are_not_rounded() -> None:
+    with pytest.raises(ValueError, match="states is 'fp32', which rounds nothing: give states, too, or leave"):
+        longshore.Offload(states_seed=7)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0}, {"momentum": 0.0, "nesterov": False}])
+def test_a_format_of_no_states(options: dict[str, Any]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    with pytest.warns(UserWarning, match="SGD has no states .* states='8bit' changes nothing until") as told:
+        longshore.SGD([parameter], lr=0.1, offload=longshore.Offload(states="8bit"), **options)
+    assert [each.filename for each in told] == [__file__]
+    groups = [{"params": [parameter], "momentum": 0.5}, {"params": [torch.nn.Parameter(torch.ones(3))]}]
+    longshore.SGD(groups, lr=0.1, offload=longshore.Offload(states="8bit"), **options)  # warnings are errors
+
+
 @FORMATS
 @DTYPES
+@pytest.mark.filterwarnings("ignore:SGD has no states")
 def test_momentum_may_come_and_go(states: str, dtype: torch.dtype) -> None:
     """Without it SGD has no states, and nothing is rounded. Buffers grow when it comes, and stay when it goes."""
     plain_model, model = mixed_model(dtype), mixed_model(dtype)

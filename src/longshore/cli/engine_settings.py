@@ -52,6 +52,11 @@ def with_engine(settings: TrainSettings, given: Mapping[str, Any]) -> TrainSetti
         ranks = expected_world_size()
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    if settings.config is None and settings.optimizer.states_seed and settings.optimizer.states == "fp32":
+        raise SettingsError(
+            f"--states-seed {settings.optimizer.states_seed} is the seed of the rounding that --states bf16 and 8bit "
+            "do, and --states is fp32: add --states, or leave --states-seed out"
+        )
     if settings.stage is None and settings.config is None:
         _check_without_engine(settings, ranks)
         if settings.model.stream:  # their norm is the same number wherever they are; torch's depends on the device

@@ -29,6 +29,9 @@ _ENGINE = ("dtype", *OF_EACH_RANK, *BETWEEN_RANKS, "optimizer")
 """Fields of the engine's configuration that change bits. Some of them are options above, too."""
 
 
+_IN_FILE = " in --config"
+
+
 class RunCheckpoints:
     """The checkpoints of one run. Every rank has this object, and calls it at the same steps.
 
@@ -144,20 +147,38 @@ def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]
         CommandError: settings differ; the message lists them.
     """
     there, here = (_decisive(run.get("settings", {})) for run in (former, now))
-    differing = [f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name]]
+    differing = [
+        f"{name} {_shown(there[name])} there, {_shown(here[name])} here"
+        for name in here
+        if there[name] != here[name] and _both_have(name, there, here)
+    ]
     device, its_device = now["machine"]["device"], former.get("machine", {}).get("device")
     if its_device not in (None, device):  # runs of older versions do not say
         differing.append(f"--device {its_device} there, {device} here")
     if former.get("data", {}).get("sha256") != now["data"]["sha256"]:
         differing.append("the text differs")
     if differing:
+        longer = any(each.startswith("--steps ") for each in differing)
         follows = f" (with --schedule {here['--schedule']} the learning rate of each step follows from --steps)"
         raise CommandError(
             f"--resume: the run in {path} is another one: {'; '.join(differing)}"
-            f"{follows if there['--steps'] != here['--steps'] else ''}. Give the options that it was begun "
-            f"with, or begin a new run in another --out (with its weights: --model {path})",
+            f"{follows if longer else ''}. Give the options that it was begun with, or begin a new run in another "
+            f"--out (with its weights: --model {path} in place of --size)",
             USAGE,
         )
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _both_have(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether both runs have this setting. What only one has follows from a setting that differs, too."""
+    if name.endswith(_IN_FILE) or name == "--release-gradients":
+        return there["training"] == here["training"]
+    if name == "--steps":
+        return there["--schedule"] == here["--schedule"]
+    return name != "--states-seed" or there["--states"] == here["--states"]
 
 
 def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,5 +211,5 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
         "training": "by the engine (--stage)" if engine else "without the engine",
         # The host adds gradients up in float32, the device in their dtype; the engine's are always on the host.
         "--release-gradients": None if engine else get("optimizer", "release_gradients"),
-        **{f"{name} in --config": engine.get(name) for name in _ENGINE},
+        **{f"{name}{_IN_FILE}": engine.get(name) for name in _ENGINE},
     }

@@ -144,6 +144,11 @@ class Offload(StoreFactory):
         parse_state_format(self.states)
         if isinstance(self.states_seed, bool) or not isinstance(self.states_seed, int):
             raise ValueError(f"states_seed is an integer, not {self.states_seed!r}")
+        if self.states_seed and self.state_format is StateFormat.FP32:
+            raise ValueError(
+                f"states_seed {self.states_seed} is the seed of the rounding that states='bf16' and '8bit' do, and "
+                "states is 'fp32', which rounds nothing: give states, too, or leave states_seed out"
+            )
         if not isinstance(self.detect_writes, bool):
             raise ValueError(f"detect_writes is True or False, not {self.detect_writes!r}")
         if self.device not in ("cpu", "none"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from longshore.kernels import StateFormat
 from longshore.optim.family import RuleFamily
 from longshore.optim.other_words import check_group_words, check_words, without_words
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -51,6 +52,13 @@ class RuleOptimizer(TiledOptimizer):
         options = self.rules.group_options(arguments)
         family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
+        states = self._core.offload.state_format
+        if states is not StateFormat.FP32 and not any(map(family.states_of, self.param_groups)):
+            warnings.warn(
+                f"{type(self).__name__} has no states with these options, so that states={states.value!r} changes "
+                "nothing until a group has some (of SGD: a momentum)",
+                stacklevel=4,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_group_words(type(self), param_group)

@@ -42,8 +42,9 @@ def refusal(*given: Any, **more: Any) -> str:
 @pytest.mark.parametrize("device", ["none", "cpu"])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_own_keys(states: str, device: str) -> None:
-    config, notes = load(states, device=device, states_seed=7)
-    assert (config.states, config.states_seed, config.offload_device, notes) == (states, 7, device, ())
+    seed = 0 if states == "fp32" else 7
+    config, notes = load(states, device=device, states_seed=seed)
+    assert (config.states, config.states_seed, config.offload_device, notes) == (states, seed, device, ())
     assert (Config().states, Config().states_seed) == ("fp32", 0)
 
 
@@ -53,6 +54,16 @@ def test_other_formats_and_seeds() -> None:
     assert "states_seed = 1.5: must be an integer" in refusal("bf16", states_seed=1.5)
     with pytest.raises(ConfigError, match=f"states = 8: {formats}"):
         Config(states=8)  # type: ignore[arg-type]
+
+
+def test_a_seed_of_states_that_are_not_rounded() -> None:
+    what = "is the seed of the rounding that states bf16 and 8bit do, and states is fp32, which rounds nothing"
+    for given in ((), ("fp32",), (None, None, True)):
+        assert f"states_seed = 7: {what}" in refusal(*given, states_seed=7)
+    with pytest.raises(ConfigError, match=f"states_seed 7 {what}"):
+        Config(states_seed=7)
+    for given in (("8bit",), (None, True), (None, None, False)):
+        assert load(*given, states_seed=7).config.states_seed == 7
 
 
 def said(loaded: LoadedConfig) -> str:

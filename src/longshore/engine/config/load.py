@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel, Problem
 from longshore.engine.config.batch import DEEPSPEED, OURS, BatchNumbers, check_world_size, resolve
 from longshore.engine.config.model import MONITORS, Config, LossScaling
-from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, check_encodable
+from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, check_encodable, check_states_seed
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import TARGETS
@@ -27,7 +27,7 @@ _MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
 
-_STATES = f"{_OFFLOAD}.states"
+_STATES, _SEED = f"{_OFFLOAD}.states", f"{_OFFLOAD}.states_seed"
 _BF16_STATES, _FP32_STATES = "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"
 _FORMATS = {(_BF16_STATES, True): ("bf16",), (_FP32_STATES, False): ("bf16", "8bit"), (_FP32_STATES, True): ("fp32",)}
 """The formats of states with which DeepSpeed's keys agree, by key and value."""
@@ -274,8 +274,9 @@ def _offload_fields(reading: Reading) -> dict[str, Any]:
 def _states_fields(reading: Reading) -> dict[str, Any]:
     """Read the format of the optimizer's states, which DeepSpeed's own keys may give too."""
     values = reading.values
+    unencoded = {"states": "fp32", "states_seed": 0}
     if reading.has_problem(_STATES):
-        return {}
+        return unencoded
     asking = [path for path, asks in ((_BF16_STATES, True), (_FP32_STATES, False)) if values.get(path) is asks]
     by = _STATES if _STATES in values else next(iter(asking), "")
     states = values.get(_STATES, "bf16" if asking else "fp32")
@@ -283,13 +284,18 @@ def _states_fields(reading: Reading) -> dict[str, Any]:
         if by and values.get(path) is value and states not in formats:
             what = f"must agree with {by}, by which states are {states}; change one, or leave one out"
             reading.problem(path, what, value)
-            return {"states": "fp32"}
+            return unencoded
+    try:
+        check_states_seed(states, values.get(_SEED, 0))
+    except ValueError as error:
+        reading.problem(_SEED, str(error), values[_SEED])
+        return unencoded
     if states != "fp32" and (kind := values.get("optimizer.type")) is not None:
         try:
             check_encodable(kind, states)
         except ValueError as error:
             reading.problem(by, str(error), values[by])
-            return {"states": "fp32"}
+            return unencoded
     if by in asking:
         masters = "gives them the dtype of the masters, and if that is bf16, " if by == _FP32_STATES else ""
         reading.notes.append(

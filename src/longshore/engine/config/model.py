@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from longshore.engine.config.base import ConfigError, FrozenModel, Problem
 from longshore.engine.config.batch import OURS, BatchNumbers, check_world_size, resolve
-from longshore.engine.config.optimizers import OptimizerConfig, check_encodable
+from longshore.engine.config.optimizers import OptimizerConfig, check_encodable, check_states_seed
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -242,7 +242,11 @@ class Config(FrozenModel):
         return values
 
     @model_validator(mode="after")
-    def _states_fit_the_optimizer(self) -> Config:
+    def _states_fit(self) -> Config:
+        try:
+            check_states_seed(self.states, self.states_seed)
+        except ValueError as error:
+            raise ValueError(f"states_seed {self.states_seed} {error}") from None
         if self.optimizer is not None:
             try:
                 check_encodable(self.optimizer.type, self.states)

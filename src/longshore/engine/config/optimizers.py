@@ -129,6 +129,15 @@ ENCODABLE = tuple(name for name, kind in CLASSES.items() if kind.rules.encodable
 """Optimizers whose states may be in another format than float32."""
 
 
+def check_states_seed(states: str, seed: int) -> None:
+    """Raise ValueError for a seed of states that are not rounded; the message follows the name of the key."""
+    if seed and states == "fp32":
+        raise ValueError(
+            "is the seed of the rounding that states bf16 and 8bit do, and states is fp32, which rounds nothing: give "
+            "states, too, or leave it out"
+        )
+
+
 def check_encodable(optimizer: str, states: str) -> None:
     """Raise ValueError for an optimizer, by name, whose states cannot be in this format; the message follows the name
     of the setting."""
