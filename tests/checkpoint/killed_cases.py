@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import traceback
@@ -46,10 +47,22 @@ def _engine_with_muon(stage: int) -> Any:
     return muon_cases.offloading(stage, torch.bfloat16, 0.0, ahead, gradient_accumulation_steps=steps)
 
 
-def _digest(engine: Any) -> str:
+@functools.lru_cache
+def plain_muon(steps: int) -> str:
+    """The digest of the weights of ``torch.optim.Muon`` and AdamW in a plain loop on the batches of both ranks."""
+    from engine import muon_cases
+
+    model = muon_cases.build().to(torch.bfloat16)
+    plain = muon_cases.plain_of(model)
+    for step in range(steps):
+        plain.step(muon_cases.mean_gradients(model, step, 2))
+    return _digest(model)
+
+
+def _digest(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     try:
-        for parameter in engine.module.parameters():
+        for parameter in model.parameters():
             digest.update(whole(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())
     except RuntimeError as error:
         raise RankError("another rank ended while torch put parameters together for this test") from error
@@ -75,7 +88,7 @@ def run(rank: int, world_size: int, store: str, about: Run, pipe: Connection) ->
             pipe.send(("saving", engine.global_steps))
             engine.save_checkpoint(about.folder, keep_last=2, async_save=about.async_save)
         engine.wait_for_checkpoint()
-        pipe.send(("end", _digest(engine)))
+        pipe.send(("end", _digest(engine.module)))
         engine.destroy()
     except Exception as error:
         where = "".join(traceback.format_tb(error.__traceback__)[-6:])

@@ -438,3 +438,12 @@ def test_configurations_without_a_usable_optimizer(cli, llama, tmp_path, content
     assert ran.code == 2 and said in ran.err and "--optimizer" in ran.err and "c.json" in ran.err, ran.err
     assert len(ran.err.strip().splitlines()) == 1
     assert "there is no such file" in cli("plan", llama(), *GPU, "--optimizer", "nowhere.json").err
+
+
+def test_a_folder_that_cannot_be_is_found_first(cli, tmp_path):
+    """Before the model, which is not there."""
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for out, why in ((file, "is not a folder"), (file / "below", "which is a file")):
+        assert why in cli("plan", "nowhere", *GPU, "--out", str(out)).refused()
+    assert file.read_text() == "mine"

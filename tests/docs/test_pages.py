@@ -15,6 +15,7 @@ import longshore
 import longshore.errors
 from longshore.engine.config import Config
 from longshore.engine.config.table import TABLE
+from longshore.tiles import events as tile_events
 from longshore.tiles.tile import TileEvent
 from scripts.docs import advice, config_page, errors_page, tile_table
 from scripts.docs.__main__ import main
@@ -116,6 +117,14 @@ def test_every_variable_of_the_environment_is_on_the_page() -> None:
         name for path in SOURCE.rglob("*.py") for name in re.findall(r"[\"'](LONGSHORE_\w+)[\"']", path.read_text())
     }
     assert read == set(config_page.VARIABLES)
+
+
+def test_every_event_of_a_trace_is_in_the_table() -> None:
+    names = [value for name, value in vars(tile_events).items() if name.isupper() and isinstance(value, str)]
+    assert "measure early" in names and "fetch" in names
+    (table,) = re.findall(r"^\| event \| what it is \|\n(?:\|.*\n)+", (DOCS / "optimizer.md").read_text(), re.MULTILINE)
+    told = re.findall("`([^`]+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert not {*names} - {*told}
 
 
 def test_every_event_of_a_tile_is_told() -> None:

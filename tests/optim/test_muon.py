@@ -540,7 +540,9 @@ def test_the_own_split_counts(saved: dict[str, Any], own: dict[str, Any]) -> Non
     (model, optimizer), (other, loading) = two_matrices(**saved), two_matrices(**own)
     stepped(model, optimizer)
     stepped(other, loading)
-    loading.load_state_dict(optimizer.state_dict())
+    told = rf"group 0 was saved with split={saved.get('split')}, and this optimizer has split={own.get('split')}, which"
+    with pytest.warns(UserWarning, match=told):
+        loading.load_state_dict(optimizer.state_dict())
     assert [group.get("split") for group in loading.param_groups] == [own.get("split")] * 2
     stepped(other, loading)
     momentum = loading.state[other[0].weight]["momentum_buffer"]
@@ -614,6 +616,11 @@ def test_states_of_momentum_that_is_another(other: Any) -> None:
         ({"split": ["qkv.weight"]}, TypeError, "split is a dictionary"),
         ({"split": {"qvk.weight": 3}}, ValueError, "and there is qkv.weight"),
         ({"split": {"norm.*": 3}}, ValueError, r"'norm\.\*' is the name of no trained parameter"),
+        (
+            {"split": {"experts": "stack", "qkv.weight": 3}, "others": ["exp*"]},
+            ValueError,
+            r"parameter experts has a split in longshore.muon_groups\(\), .* and others=\['exp\*'\] leaves it to AdamW",
+        ),
         ({"split": {"experts*": 2}}, ValueError, r"split=\{'experts\*': ...\} in longshore.muon_groups\(\) fits it"),
     ],
 )

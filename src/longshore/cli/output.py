@@ -34,6 +34,28 @@ _OURS = (METRICS, CURVE, WEIGHTS, *_MODEL_FILES.split())
 """Files that an earlier run may have left. Nothing else is ever removed."""
 
 
+def entries_of(out: Path) -> set[str]:
+    """Return the names in ``--out``, which need not exist yet, if it can be written.
+
+    Raises:
+        CommandError: it is no folder, or nothing can be written there.
+    """
+    try:
+        names = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    except NotADirectoryError as error:
+        raise CommandError(f"--out {out} is not a folder: choose another", USAGE) from error
+    except OSError as error:
+        raise CommandError(f"cannot read --out {out}: {os_reason(error)}") from error
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise CommandError(f"--out {out} is below {there}, which is a file: choose another folder", USAGE)
+    if not os.access(there, os.W_OK | os.X_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "on a disk that is read-only" if read_only else "not yours to write to"
+        raise CommandError(f"cannot write to --out {out}: {there} is {why}: choose another folder", USAGE)
+    return names
+
+
 class RunFolder:
     """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, contain a run.
 
@@ -45,19 +67,7 @@ class RunFolder:
         """Check the folder without changing it. ``or_begin``: with ``resume``, there need not be a run yet."""
         self.path = path
         self._unlock: weakref.finalize[..., RunFolder] | None = None
-        try:
-            names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-        except NotADirectoryError as error:
-            raise CommandError(f"--out {path} is not a folder: choose another", USAGE) from error
-        except OSError as error:
-            raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if not there.is_dir():
-            raise CommandError(f"--out {path} is below {there}, which is a file: choose another folder", USAGE)
-        if not os.access(there, os.W_OK | os.X_OK):
-            read_only = os.statvfs(there).f_flag & os.ST_RDONLY
-            why = "on a disk that is read-only" if read_only else "not yours to write to"
-            raise CommandError(f"cannot write to --out {path}: {there} is {why}: choose another folder", USAGE)
+        names = entries_of(path)
         self.resumes = resume and (_is_run(path / RUN) or not or_begin)
         if self.resumes and not _is_run(path / RUN):
             raise CommandError(

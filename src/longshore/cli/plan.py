@@ -16,6 +16,7 @@ import typer
 
 from longshore.byte_sizes import parse_byte_size
 from longshore.cli.options import CommandLine, CommandSettings, Option, takes
+from longshore.cli.output import entries_of
 from longshore.cli.pictures import load_figure
 from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, STATES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
 from longshore.cli.terminal import CommandError, SettingsError, make_console, one_line, print_lines
@@ -200,7 +201,10 @@ def plan(line: CommandLine, model: Annotated[str | None, typer.Argument(help=_MO
     Nothing is downloaded, and no weights are made. Without --gpu this machine is measured.
     """
     settings = line.settings(PlanSettings)
-    figure = load_figure() if settings.out is not None else None  # fails before anything takes time
+    figure = None
+    if settings.out is not None:  # what is wrong with it fails before anything takes time
+        entries_of(settings.out)
+        figure = load_figure()
     sizes = line.flags_given(ShapeSettings)
     if model is not None and sizes:
         raise SettingsError(f"{sizes[0]} and MODEL exclude each other: {model} has its own shape")

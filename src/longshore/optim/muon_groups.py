@@ -38,15 +38,16 @@ def muon_groups(
             the first that fits counts, and one with a star leaves vectors out, such as biases), each with what a group
             of :class:`~longshore.Muon` has as its ``split``, or with a dictionary of ``split`` and ``split_dim``. None:
             a name that looks so is one matrix nevertheless.
-        others: patterns of the names of further parameters that AdamW is to step.
+        others: patterns of the names of further parameters that AdamW is to step, also where a pattern of ``split``
+            with a star fits them.
         muon: options of the groups of matrices, such as ``{"lr": 0.02}``.
         adamw: options of the other groups.
         show: print a line for each group.
 
     Raises:
         TypeError: ``model`` is no module, or one of the others is no dictionary, or no list.
-        ValueError: a pattern fits no parameter; or a parameter looks as if it held several matrices, and neither
-            ``split`` nor ``others`` says what to do with it.
+        ValueError: a pattern fits no parameter; ``split`` names a parameter and ``others`` fits it, too; or a parameter
+            looks as if it held several matrices, and neither says what to do with it.
     """
     _check_types(model, others, split=split, muon=muon, adamw=adamw)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -128,7 +129,14 @@ def matrix_options(
     for name, parameter in named.items():
         fits = ((pattern, how) for pattern, how in split.items() if _divides(pattern, name, parameter))
         pattern, how = next(fits, (name, _UNSAID))
-        other = any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
+        other = False
+        for fitting in (each for each in others if fnmatch.fnmatchcase(name, each)):
+            if name in split:
+                raise ValueError(
+                    f"parameter {name} has a split {where}, which Muon steps by, and others={[fitting]} leaves it to "
+                    "AdamW: take it out of one of them"
+                )
+            other = True
         if how is _UNSAID and marks is None:
             # A matrix of one row or column is a vector, such as the magnitudes of weight_norm.
             other |= id(parameter) in outer or parameter.ndim not in (2, 3) or 1 in parameter.shape[-2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -257,6 +258,26 @@ def _check_groups(
                 "state"
             )
         family.check_group(merged)
+    _report_layouts(groups, own, family)
+
+
+def _report_layouts(groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], family: RuleFamily) -> None:
+    """Warn if parameters were divided otherwise in the run that saved its state."""
+
+    def said(group: Mapping[str, Any], name: str) -> Any:
+        value = group.get(name, family.absent.get(name))
+        return list(value) if isinstance(value, tuple) else value
+
+    for place, (saved, mine) in enumerate(zip(groups, own, strict=True)):
+        for name in family.layout_options:
+            theirs, here = said(saved, name), said(mine, name)
+            if theirs != here:
+                warnings.warn(
+                    f"group {place} was saved with {name}={theirs!r}, and this optimizer has {name}={here!r}, which "
+                    "counts: the run goes on with other steps than the saved one",
+                    stacklevel=2,
+                )
+                return
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
