@@ -539,6 +539,19 @@ class TestMuon:
         ours = trained("--config", file)
         assert ours.differing(trained("--optimizer", "muon", "--stage", "2", *CLIPPING)) == []
 
+    def test_rates_of_a_file_are_kept(self, train, results, config, tmp_path):
+        """``train``'s own schedule goes from each group's rate; the first version gave all groups that of --lr."""
+        params = {"muon_lr": 0.02, "adam_lr": 3e-4, "weight_decay": 0.1, **MUON_PARAMS}
+        file = config(optimizer={"type": "Muon", "params": params})
+        ran = train(
+            "--config", file, "--schedule", "linear", "--warmup", "2", "--log-every", "1", "--out", tmp_path / "run"
+        )
+        assert ran.code == 0 and "lr 1.50e-04, 1.00e-02 " in ran.out
+        rates = [record["lrs"] for record in results(tmp_path / "run").metrics("train")]
+        assert rates == [[3e-4 * share, 0.02 * share] for share in (0.5, 1, 1, 0.5)]
+        told = train("--config", file, "--lr", "0.02").refused()
+        assert "optimizer.params.adam_lr = 0.0003: contradicts --lr 0.02" in told and "muon_lr" not in told
+
     def test_a_file_that_names_another(self, train, config):
         assert (
             'optimizer.type = "AdamW": contradicts --optimizer muon'

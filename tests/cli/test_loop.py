@@ -174,8 +174,8 @@ def test_diverged(value, where, plain):
 
 def test_learning_rates():
     def rates(schedule: str, warmup: int, steps: int = 6) -> list[float]:
-        settings = OptimizerSettings(lr=1.0, schedule=schedule, warmup=warmup)
-        return [learning_rate(settings, step, steps) for step in range(1, steps + 1)]
+        settings = OptimizerSettings(schedule=schedule, warmup=warmup)
+        return [learning_rate(1.0, settings, step, steps) for step in range(1, steps + 1)]
 
     assert rates("constant", 0) == [1, 1, 1, 1, 1, 1]
     assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1]

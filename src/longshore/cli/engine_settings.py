@@ -151,6 +151,9 @@ class _CommandLine:
                 yield self._says(name, path, value, fills)
         if "dtype" in self.given and self.settings.model.dtype != "fp32":
             yield self._says("dtype", "torch_autocast.enabled", False)
+        if "lr" in self.given:  # where a file gives these, they count, for Muon's two kinds of groups
+            for name in ("muon_lr", "adam_lr"):
+                yield self._says("lr", f"optimizer.params.{name}", self.settings.optimizer.lr)
         if "speculation_memory" in self.given:
             ahead = bool(self.settings.optimizer.speculation_memory)
             yield self._says("speculation_memory", _SUPER_OFFLOAD, ahead)

@@ -258,6 +258,7 @@ class RunLog:
                 "step": step.step,
                 "loss": loss,
                 "lr": step.lr,
+                **({"lrs": list(step.lrs)} if step.lrs else {}),
                 "grad_norm": step.grad_norm,
                 "tokens": step.step * self._settings.loop.tokens_per_step,
                 "tokens_per_second": round(speed, 1),

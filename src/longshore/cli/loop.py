@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,12 @@ class Step:
     Attributes:
         step: its number, from 1.
         loss: over all its backwards and ranks, before the step.
-        lr: the learning rate.
+        lr: the learning rate, of the first group where groups have different ones.
         grad_norm: the norm before clipping; None without clipping, and if the loss scale skipped the step.
         seconds: spent training so far, without validations.
         memory: memory use of this rank.
         skipped: steps so far that an overflow under a dynamic loss scale skipped.
+        lrs: the different learning rates of groups, if there are several.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Step:
     seconds: float
     memory: MemoryUse
     skipped: int = 0
+    lrs: Sequence[float] = ()
 
     def state(self, tokens_per_second: float) -> str:
         """Return speed and memory in words."""
@@ -59,8 +61,9 @@ class Step:
     def line(self, steps: int, loss: float, tokens_per_second: float) -> str:
         """Return a line of the log, of ``steps`` in all; ``loss`` is the mean since the last line."""
         norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3f}"
+        lrs = ", ".join(f"{each:.2e}" for each in self.lrs or (self.lr,))
         return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {self.lr:.2e}{norm}  "
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lrs}{norm}  "
             f"{self.state(tokens_per_second)}"
         )
 
@@ -90,16 +93,17 @@ class Diverged(SharedError):
         self.value = value
 
 
-def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """Return the rate of step ``step`` (from 1): a linear rise over the warmup, then constant or down to nearly 0."""
+def learning_rate(peak: float, settings: OptimizerSettings, step: int, steps: int) -> float:
+    """Return the rate of step ``step`` (from 1) of a group whose highest is ``peak``: a linear rise over the warmup,
+    then constant or down to nearly 0."""
     if step <= settings.warmup:
-        return settings.lr * step / settings.warmup
+        return peak * step / settings.warmup
     if settings.schedule == "constant":
-        return settings.lr
+        return peak
     done = (step - 1 - settings.warmup) / (steps - settings.warmup)
     if settings.schedule == "linear":
-        return settings.lr * (1 - done)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+        return peak * (1 - done)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Loop:
@@ -162,8 +166,8 @@ class Loop:
             start = time.perf_counter()
             with around(step):
                 if self.optimizer.schedule is not None:
-                    self._stepper.set_lr(learning_rate(self.optimizer, step, self.settings.steps))
-                lr = self._stepper.lr
+                    self._stepper.set_lr(lambda peak, at=step: self._learning_rate(peak, at))
+                lr, *others = self._stepper.lrs
                 loss = self._backward(step, lr)
                 grad_norm, applied, overflow = self._stepper.step(self.optimizer.clip)
                 if not applied and not overflow:
@@ -173,10 +177,14 @@ class Loop:
                 memory = self._stepper.memory()
                 self._stepper.zero_grad()
             seconds += time.perf_counter() - start
-            yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
+            lrs = (lr, *others) if others else ()
+            yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped, lrs)
             if self.settings.eval_every and (step % self.settings.eval_every == 0 or step == self.settings.steps):
                 yield from self._validate(step)
             after(step)
+
+    def _learning_rate(self, peak: float, step: int) -> float:
+        return learning_rate(peak, self.optimizer, step, self.settings.steps)
 
     def _backward(self, step: int, lr: float) -> float:
         """Do the backwards of a step, and return its loss over all ranks, which is finite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,15 +84,18 @@ class TrainStepper:
         self.forward: Any = model
         self._model = model
         self._offload = offload
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
         self.device = next(model.parameters()).device
 
     @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
+    def lrs(self) -> list[float]:
+        """The learning rates of the groups, each once."""
+        return [*dict.fromkeys(group["lr"] for group in self.optimizer.param_groups)]
 
-    def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def set_lr(self, rate_of: Callable[[float], float]) -> None:
+        """Give each group the rate that follows from the one that it was made with."""
+        for peak, group in zip(self._peaks, self.optimizer.param_groups, strict=True):
+            group["lr"] = rate_of(peak)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``: the mean over a batch, divided by the number of backwards in the step."""
