@@ -11,7 +11,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -91,6 +91,14 @@ bench: $(SETUP)
 docs: $(DOCS)
 	$(BIN)/python -m scripts.docs --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The documentation of this version beside those of others, as commits on the branch gh-pages, which this does not push.
+# A release is 0.1 and the latest; DOCS_VERSION=dev DOCS_ALIAS= is what is not released yet.
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
+DOCS_ALIAS ?= latest
+docs-version: $(DOCS)
+	$(BIN)/python -m scripts.docs --check
+	$(BIN)/python -m scripts.docs.versions $(DOCS_VERSION) $(DOCS_ALIAS)
 
 $(DOCS): $(SETUP)
 	$(BIN)/python -m scripts.extra docs | xargs $(BIN)/pip install -q -c constraints.txt

@@ -6,9 +6,9 @@
 
 #include <atomic>
 #include <cerrno>
-#include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -36,14 +36,52 @@ cpu_set_t mask_of(const std::vector<int>& cpu_set) {
     }
     return mask;
 }
+
+// The caller may run on `mask` alone while this exists, and so may the threads
+// that it starts for as long as they live. (pthread_setaffinity_np has another
+// version since glibc 2.34, and what uses it does not load where that is older.)
+class OnlyOn {
+  public:
+    explicit OnlyOn(const cpu_set_t& mask) {
+        if (sched_getaffinity(0, sizeof before_, &before_) != 0 || sched_setaffinity(0, sizeof mask, &mask) != 0) {
+            throw std::system_error(errno, std::generic_category(), "sched_setaffinity");
+        }
+    }
+    ~OnlyOn() { sched_setaffinity(0, sizeof before_, &before_); }
+    OnlyOn(const OnlyOn&) = delete;
+    OnlyOn& operator=(const OnlyOn&) = delete;
+
+  private:
+    cpu_set_t before_;
+};
 #endif
+
+// std::condition_variable without its wait(), which has another version since
+// GCC 12: what uses that does not load where libstdc++ is older.
+class Condition {
+  public:
+    Condition() = default;
+    ~Condition() { pthread_cond_destroy(&condition_); }
+    Condition(const Condition&) = delete;
+    Condition& operator=(const Condition&) = delete;
+
+    void notify_all() { pthread_cond_broadcast(&condition_); }
+
+    template <class Predicate>
+    void wait(std::unique_lock<std::mutex>& lock, Predicate holds) {
+        while (!holds()) pthread_cond_wait(&condition_, lock.mutex()->native_handle());
+    }
+
+  private:
+    pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
 
 }  // namespace
 
 struct ThreadPool::Shared {
     std::mutex turn;  // held by the caller whose job runs
     std::mutex mutex;
-    std::condition_variable wake, finished;
+    Condition wake, finished;
     const std::function<void(std::size_t)>* piece = nullptr;
     std::size_t pieces = 0, running = 0;
     std::exception_ptr failure;
@@ -68,15 +106,11 @@ void ThreadPool::Shared::start(int count, const std::vector<int>& cpu_set) {
     if (!cpu_set.empty()) throw std::invalid_argument("a CPU set can be chosen on Linux only");
 #endif
     caller_works = cpu_set.empty();
-    for (int i = caller_works ? 1 : 0; i < count; ++i) {
-        threads.emplace_back([this] { work(); });
 #if defined(__linux__)
-        if (!cpu_set.empty()) {
-            const int error = pthread_setaffinity_np(threads.back().native_handle(), sizeof mask, &mask);
-            if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_setaffinity_np");
-        }
+    std::optional<OnlyOn> pinned;
+    if (!cpu_set.empty()) pinned.emplace(mask);
 #endif
-    }
+    for (int i = caller_works ? 1 : 0; i < count; ++i) threads.emplace_back([this] { work(); });
 }
 
 void ThreadPool::Shared::join() {

@@ -10,7 +10,7 @@ from scripts.extra import requirements_of
 
 def test_only_what_the_extra_adds() -> None:
     names = {Requirement(each).name for each in requirements_of("docs")}
-    assert names == {"mkdocs-material", "mkdocstrings"}
+    assert names == {"mike", "mkdocs-material", "mkdocstrings"}
     assert all(Requirement(each).marker is None for each in requirements_of("test"))
 
 

@@ -304,7 +304,7 @@ def targets() -> set[str]:
 
 
 def test_there_are_workflows_and_forms() -> None:
-    assert {each.name for each in WORKFLOWS} == {"checks.yml", "release.yml"}
+    assert {each.name for each in WORKFLOWS} == {"checks.yml", "docs.yml", "release.yml"}
     assert {each.name for each in FORMS} == {"bug.yml", "config.yml", "feature.yml"}
     assert targets() >= {"lint", "test", "release"}
 
@@ -345,3 +345,17 @@ def test_a_bug_comes_with_the_facts_of_its_machine() -> None:
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     (field,) = (field for field in form["body"] if field.get("id") == "report")
     assert "`longshore report`" in field["attributes"]["label"] and field["validations"] == {"required": True}
+
+
+@pytest.mark.parametrize(
+    ("tag", "symbols"), [("manylinux_2_35_x86_64", "GLIBC_2.35"), ("manylinux_2_31_x86_64", "GLIBCXX_3.4.26")]
+)
+def test_a_wheel_for_new_systems_alone(tag: str, symbols: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Wheel(tmp_path / f"longshore-1.2.3-cp312-abi3-{tag}.whl", Path("python3"), ())
+    monkeypatch.setattr(checks, "run", lambda *_: f"... {symbols}, GLIBC_2.2.5 ...")
+    with pytest.raises(ReleaseError, match=rf"{symbols}.*\): torch's own wheels are for manylinux_2_28"):
+        checks.check_policy(made)
+    older = Wheel(
+        tmp_path / "longshore-1.2.3-cp312-abi3-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", made.python, ()
+    )
+    assert "manylinux_2_27 (" in checks.check_policy(older)

@@ -158,6 +158,9 @@ TEST(thread_pool_runs_on_its_cpu_set) {
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
         if (!CPU_ISSET(cpu, &allowed)) continue;
         ThreadPool pool(2, {cpu});
+        cpu_set_t callers;
+        CHECK_EQUAL(sched_getaffinity(0, sizeof callers, &callers), 0);
+        CHECK(CPU_EQUAL(&callers, &allowed), "the caller stays on the CPUs that it had, beside ", cpu);
         pool.run(50, [&](std::size_t) {
             cpu_set_t mine;
             CHECK_EQUAL(sched_getaffinity(0, sizeof mine, &mine), 0);

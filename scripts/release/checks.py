@@ -6,7 +6,6 @@ Each check raises a ReleaseError, or returns a line about what it saw.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import sys
@@ -82,7 +81,7 @@ def check_metadata(build: Build) -> str:
 
 
 def check_policy(wheel: Wheel) -> str:
-    """Return which manylinux policy a wheel has, and which symbols decide that."""
+    """Check that a wheel can be installed where torch's own can; return its policy, and the symbols that decide it."""
     shown = run([sys.executable, "-m", "auditwheel", "show", wheel.path], "auditwheel show")
     policy = min((int(major), int(minor)) for major, minor in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.path.name))
     newest: dict[str, tuple[int, ...]] = {}
@@ -91,10 +90,10 @@ def check_policy(wheel: Wheel) -> str:
     symbols = ", ".join(f"{library}_{'.'.join(map(str, numbers))}" for library, numbers in sorted(newest.items()))
     said = f"auditwheel: {wheel.path.name}: manylinux_{policy[0]}_{policy[1]} ({symbols})"
     if policy > USUAL_POLICY:
-        here = platform.libc_ver()[1]
-        said += (
-            f"\n  note: that is what the C and C++ libraries of this machine (glibc {here}) allow. Systems with older"
-            "\n  ones cannot install it: manylinux_2_28 has to be built in an image of that name (release.yml does)"
+        raise ReleaseError(
+            f"{said}: torch's own wheels are for manylinux_{USUAL_POLICY[0]}_{USUAL_POLICY[1]}. Systems with older "
+            "libraries than this machine's could not install it: take the newer symbols out, as "
+            "native/older_libraries.cpp does, or build in an image of that policy"
         )
     return said
 
