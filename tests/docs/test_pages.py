@@ -210,5 +210,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(
     assert (tmp_path / "source" / "examples" / "multi_task.py.txt").is_file()
     # Searching where the pages are opened from a folder: what the theme loads there, in place of a worker and JSON.
     assert (tmp_path / "search" / "search_index.js").read_text().startswith('var __index = {"config"')
-    assert all(re.search(r'<script src="(\.\./|/|/longshore/)*search_from_files\.js"', page.read_text()) for page in pages)
+    assert all(
+        re.search(r'<script src="(\.\./|/|/longshore/)*search_from_files\.js"', page.read_text()) for page in pages
+    )
     assert "window.Worker = class" in (tmp_path / "search_from_files.js").read_text()

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ longshore.initialize(model=model).engine.backward("loss")
 longshore.initialize(model=model).optimizer.host_bytes("state")
 """
 """A program in which every line that follows the one of the model is an error."""
+WRONG_LINES = set(range(WRONG.splitlines().index("model = nn.Linear(2, 2)") + 2, len(WRONG.splitlines()) + 1))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
@@ -48,23 +50,29 @@ def test_the_programs_run(program: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def diagnostics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What pyright says, in strict mode, of the programs and of ``wrong.py``, in a project that is not this one.
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs and ``wrong.py`` in a project that is not this one.
 
-    Its environment has the package as a wheel has it: in ``site-packages``, where annotations count only because of
-    ``py.typed``, and types are not inferred from the bodies of functions.
+    Its environment, ``venv``, has the package as a wheel has it: in ``site-packages``, where annotations count only
+    because of ``py.typed``, and types are not inferred from the bodies of functions.
     """
-    if importlib.util.find_spec("pyright") is None:
-        pytest.skip("pyright is not installed: pip install -e '.[lint]'")
     folder = tmp_path_factory.mktemp("user")
+    venv.create(folder / "venv")
     packages = folder / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    packages.mkdir(parents=True)
     shutil.copytree(SOURCE, packages / "longshore", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     others = [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     (packages / "others.pth").write_text("\n".join(others))
     for program in PROGRAMS:
         shutil.copy(program, folder / program.name)
     (folder / "wrong.py").write_text(WRONG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def diagnostics(project: Path) -> list[dict[str, Any]]:
+    """What pyright says of them in strict mode."""
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed: pip install -e '.[lint]'")
     settings = {
         "typeCheckingMode": "strict",
         "venvPath": ".",
@@ -72,10 +80,10 @@ def diagnostics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
         "exclude": ["venv"],
         "pythonVersion": "3.10",
     }
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--project", str(folder)]
+    (project / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--project", str(project)]
     environ = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["summary"]["filesAnalyzed"] == len(PROGRAMS) + 1
@@ -95,8 +103,21 @@ def test_a_users_programs_have_no_errors(diagnostics: list[dict[str, Any]]) -> N
 def test_mistakes_are_found(diagnostics: list[dict[str, Any]]) -> None:
     """Otherwise the programs above have no errors because longshore's names have no types."""
     found = {each["range"]["start"]["line"] + 1 for each in diagnostics if each["file"].endswith("wrong.py")}
-    lines = WRONG.splitlines()
-    assert found == set(range(lines.index("model = nn.Linear(2, 2)") + 2, len(lines) + 1))
+    assert found == WRONG_LINES
+
+
+@pytest.mark.slow
+def test_mypy_says_the_same(project: Path) -> None:
+    """In strict mode. It has no words for a program that calls an untyped function of torch."""
+    pytest.importorskip("mypy", reason="mypy is not installed: pip install -e '.[lint]'")
+    there = project / "venv" / "bin" / "python"
+    command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-calls", "--python-executable", str(there)]
+    names = [*(each.name for each in PROGRAMS), "wrong.py"]
+    done = subprocess.run([*command, *names], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = re.findall(r"^(\w+\.py):(\d+): error", done.stdout, re.MULTILINE)
+    assert {int(line) for name, line in errors if name == "wrong.py"} == WRONG_LINES, done.stdout
+    assert [name for name, _ in errors if name != "wrong.py"] == [], done.stdout
 
 
 def test_what_is_ignored_is_torchs() -> None:
