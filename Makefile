@@ -11,7 +11,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-model bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -80,6 +80,12 @@ fuzz-sample: $(SETUP)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)
+
+# Several versions of torch and Python, each in an environment of its own: gigabytes from the index of packages.
+# VERSIONS="--python 3.12 --torch 2.8 --torch 2.13 --quick" chooses; --python takes an interpreter, too.
+VERSIONS ?=
+test-versions:
+	$(PYTHON) -m scripts.check_versions $(VERSIONS)
 
 test-model:
 	scripts/check_model.sh

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import _muon  # pyright: ignore[reportAttributeAccessIssue]
 
 import longshore
 from benchmarks import overlap
@@ -149,6 +148,8 @@ def ahead(settings: Settings, note: Note) -> dict[str, Any]:
 
 
 def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    from torch.optim import _muon  # pyright: ignore[reportAttributeAccessIssue]  # torch 2.8 has none
+
     settings = Settings(**values)
     torch.set_num_threads(settings.threads)
 

@@ -14,6 +14,7 @@ their own, or between `` | ``::
 ``fails: TEXT``            the block ends with an error whose message has this text
 ``slow``                   not in ``make test``
 ``full``                   nor in ``make test-slow``, since another test runs the same
+``needs torch: NAME``      it needs a newer torch than some; ``torch_needs.py`` has the names
 ``not run: REASON``        it is not run here; ``test_code_blocks.py`` has the list of all of these
 =========================  ================================================================================
 """
@@ -41,7 +42,7 @@ RUN = ("python", "bash", "json")
 LANGUAGES = (*RUN, "text")
 
 _COMMENT = re.compile(r"<!-- block:?\s(.*?)-->\s*\Z", re.DOTALL)
-_ITEMS = ("setup", "continues", "ranks", "with", "fails", "slow", "full", "not run")
+_ITEMS = ("setup", "continues", "ranks", "with", "fails", "slow", "full", "needs torch", "not run")
 _FENCE = re.compile(r"^( *)(```+)(.*)$")
 
 
@@ -140,6 +141,9 @@ def cases() -> Iterator[Any]:
                 program = " ".join(chain[0].text.split()[:2])
                 marks = [pytest.mark.full if program in seen else pytest.mark.slow]
                 seen |= {program} if chain[0].language == "bash" else set()
+            marks += [
+                pytest.mark.needs_torch(block.item("needs torch")) for block in chain if "needs torch" in block.items
+            ]
             name = f"{chain[0].page}-{chain[0].language}-{' '.join(chain[0].text.split())[:50]}"
             yield pytest.param(chain, id=name, marks=marks)
 

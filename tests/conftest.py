@@ -12,6 +12,7 @@ from covering import leave_to_slow
 from hypothesis import HealthCheck, settings
 from on_device import compiles_triton, device_type
 from ranks import Ranks
+from torch_needs import ignored_warnings, skip_what_is_refused
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for text in ignored_warnings():
+        config.addinivalue_line("filterwarnings", f"ignore:{text}")
     if config.getoption("--simulated-device"):
         import simulated_device
 
@@ -37,6 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_to_slow(items)
+    skip_what_is_refused(items)
     if text := config.getoption("--tenth-of"):
         chosen = [zlib.crc32(f"{text} {item.nodeid}".encode()) % 10 == 0 for item in items]
         config.hook.pytest_deselected(items=[item for item, taken in zip(items, chosen, strict=True) if not taken])

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from support import PlainLoop
 from torch import Tensor, nn
-from torch.optim import _muon  # pyright: ignore
 
-_newton_schulz = _muon._zeropower_via_newtonschulz  # pyright: ignore
+_muon = getattr(torch.optim, "_muon", None)  # torch 2.8 has none
+_newton_schulz = getattr(_muon, "_zeropower_via_newtonschulz", None)
 
 
 class PlainMuon:
@@ -64,7 +64,7 @@ class PlainMuon:
 
     def _newton_schulz(self, gradient: Tensor, *arguments: Any) -> Tensor:
         if self._on is None:
-            return _newton_schulz(gradient, *arguments)
+            return _newton_schulz(gradient, *arguments)  # pyright: ignore
         return _newton_schulz(gradient.bfloat16().to(self._on), *arguments).cpu()
 
     def step_on_grads(self, scale: float = 1.0) -> None:

@@ -66,7 +66,11 @@ def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s
     if device != "cpu":
         torch.accelerator.set_device_index(rank)
         backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    from torch_needs import ignored_warnings
+
     warnings.simplefilter("error")
+    for text in ignored_warnings():
+        warnings.filterwarnings("ignore", text)
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,

@@ -218,6 +218,7 @@ SECTIONS = (
             "engine/precision.py",
             "engine/model_sharding.py",
             "units.py",
+            "torch_versions.py",
             "engine/",
         ),
         "Change the argument that it names; [initialize()](reference/engine.md) says what each takes.",

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.docs import config_page, errors_page, keys_page, pictures, streaming_table, tile_table
+from scripts.docs import config_page, errors_page, keys_page, pictures, streaming_table, tile_table, versions_table
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,6 +30,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "pictures/rooms.svg": lambda: pictures.rooms(levels()),
     "pictures/stages.svg": pictures.stages,
     "pictures/tile_states.svg": pictures.tile_states,
+    "stability.md": lambda: versions_table.filled((DOCS / "stability.md").read_text()),
     "streaming.md": lambda: streaming_table.filled((DOCS / "streaming.md").read_text()),
 }
 """By name in docs/; a function that gives its content."""

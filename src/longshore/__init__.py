@@ -79,6 +79,11 @@ if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
         if name not in _HOME_OF:
             instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+        if _HOME_OF[name] != "longshore.errors":  # which does without torch
+            from longshore.torch_versions import FEATURES
+
+            if (error := FEATURES["longshore"].refusal()) is not None:
+                raise ImportError(str(error))
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value

@@ -680,7 +680,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", refuse)
+        patch.setattr(Path, "mkdir", refuse)
         with pytest.raises(CheckpointError, match=r"Permission denied.*existing checkpoints are unchanged"):
             save(tmp_path, "b", 2)
         with pytest.raises(CheckpointError, match="Permission denied"):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ranks import forking_context
 
 from checkpoint import killed_cases
@@ -105,7 +104,7 @@ def check(about: Run, seed: int, kills: int) -> None:
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize(("stage", "async_save"), [(1, True), (2, True), (3, False)])
 def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, tmp_path: Path) -> None:
     """In the middle of the run; the one rank trains on the batches of both, and ends where the plain loop does."""
@@ -116,6 +115,7 @@ def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, 
     assert result_of(about, world_size=1) == undisturbed(stage, "Muon") == killed_cases.plain_muon(STEPS)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_killed_with_states_of_8_bits(tmp_path: Path) -> None:
     """In the middle of the run."""
     about = Run(str(tmp_path / "run"), 3, True, STEPS, states="8bit")

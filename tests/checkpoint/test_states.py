@@ -69,6 +69,7 @@ def test_other_numbers_of_ranks(states: str, saving: int, loading: int, run_on: 
         assert said == []
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_a_checkpoint_in_8_bits_can_be_resharded_again_and_again(run_on: RunOn, tmp_path: Path) -> None:
     """What is read and written anew stays as it is."""
     setting = Setting(3, states="8bit")

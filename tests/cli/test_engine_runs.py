@@ -351,6 +351,7 @@ class TestTwoRanks:
         assert min(norms) > 0.5, "nothing was clipped"
         assert ours.metrics("validation") == one.metrics("validation")
 
+    @pytest.mark.needs_torch("stage 3")
     def test_from_a_folder_that_rank_0_reads(self, two_ranks, text, tmp_path):
         """Its tied weights are one tensor in the file that is written, at every stage."""
         from safetensors.torch import load_file
@@ -518,7 +519,7 @@ def test_launched_rank(monkeypatch, environ, expected):
     assert tuple(launched_rank()) == expected
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.needs_torch("torch.optim.Muon")
 class TestMuon:
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     def test_equals_plain(self, trained, dtype):

@@ -149,7 +149,11 @@ def test_limits(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--numa-binding=node", "x.py"], "--numa-binding binds ranks too: leave it out, or use torchrun"),
+        pytest.param(
+            ["--numa-binding=node", "x.py"],
+            "--numa-binding binds ranks too: leave it out, or use torchrun",
+            marks=pytest.mark.needs_torch("torchrun --numa-binding"),
+        ),
         (["--run-path", "/x.py"], "--run-path starts ranks that have torch already, too late to bind them"),
         (["--no-python", "-m", "x"], "leave one of them out"),
         (["--nproc", "many", "x.py"], "--nproc many: Unsupported nproc_per_node value"),

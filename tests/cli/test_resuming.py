@@ -254,6 +254,7 @@ def test_another_number_of_ranks(two_ranks, train, text, tmp_path, results):
     assert results(tmp_path / "stopped").differing(results(tmp_path / "whole")) == []
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_another_order_of_sums(two_ranks, train, text, tmp_path):
     """Several backwards on several ranks are added in an order of the stage, and not in that of one rank."""
     common = ["--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--steps", "1", "--save-every", "1"]

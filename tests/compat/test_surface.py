@@ -260,10 +260,12 @@ def test_schedules_are_classes() -> None:
 # -- zero --------------------------------------------------------------------------
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_zero_on_two_ranks(two_ranks: Ranks) -> None:
     two_ranks(made_inside_init)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_leaves_are_gathered_as_a_whole(two_ranks: Ranks) -> None:
     two_ranks(leaves)
 

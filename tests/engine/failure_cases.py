@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from support import whole
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import longshore
 from engine.cases import engine_of
@@ -450,6 +449,8 @@ def killed_in_a_collective_of_the_device(stage: int, gathers: bool, told: str) -
     rank = dist.get_rank()
     engine = engine_of(Scenario(), stage, "device", "small", torch.float32, "off")
     values = inputs(0, 0, rank, torch.float32).to(engine.device)
+
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather  # which older torch has not
 
     gathered, of_forward, gather = 0, 0, DefaultAllGather.__call__
 

@@ -116,7 +116,8 @@ def test_what_is_held_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     x.mul_(100)
     out.backward()
     assert weight.grad == 2 * 3 * (1 + 4)
-    assert [tensor.tolist() for tensor in restored] == [[1.0, 2.0]]
+    # Torch up to 2.10 saves an empty tensor of its own, too.
+    assert [tensor.tolist() for tensor in restored if tensor.numel() > 0] == [[1.0, 2.0]]
 
 
 def test_a_parameter_given_as_an_argument_gets_its_gradient() -> None:

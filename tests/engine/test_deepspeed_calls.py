@@ -108,6 +108,7 @@ def test_a_checkpoint_needs_a_folder(engine: Any, folder: Any, monkeypatch: pyte
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_the_cache_of_stage_3_is_emptied(two_ranks: Ranks) -> None:
     two_ranks(emptied_cache)
 

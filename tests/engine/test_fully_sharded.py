@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from torch import nn
 
 from engine import fully_sharded_cases as cases
 from longshore.engine.config import ConfigError
-from longshore.engine.model_sharding import shard_model
-from longshore.engine.weights import Weights
 from longshore.units import units_of
+
+pytestmark = pytest.mark.needs_torch("stage 3")
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 DTYPES = pytest.mark.parametrize(
@@ -297,13 +296,6 @@ def test_refused(what: str, says: str, two_ranks: Ranks) -> None:
 
 def test_a_parameter_without_elements_is_used(two_ranks: Ranks) -> None:
     two_ranks(cases.parameter_without_elements)
-
-
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    ranks: Any = SimpleNamespace(world_size=2)
-    with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer, and this is 2\.12\.1\+cu130"):
-        shard_model(cases.make_tower(), None, cases.config_of(), ranks, Weights())
 
 
 def test_a_policy_below_stage_3_is_refused() -> None:

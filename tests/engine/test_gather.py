@@ -10,6 +10,8 @@ from ranks import Ranks
 
 from engine import gather_cases as cases
 
+pytestmark = pytest.mark.needs_torch("stage 3")
+
 KINDS = pytest.mark.parametrize("kind", ["sharded", "former", "leaf"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -26,6 +26,7 @@ def test_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
         two_ranks(kept_cases.check, name, stage)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_a_shard_keeps_its_memory(two_ranks: Ranks) -> None:
     two_ranks(kept_cases.check, "parameters: data assigned", 3)
 

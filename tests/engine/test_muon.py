@@ -15,7 +15,7 @@ from longshore.sharding.matrices import batched, owners_of
 from longshore.sharding.store import ShardedStore
 from longshore.tiles import Matrix
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 STEPS = 4
 

@@ -16,7 +16,7 @@ from engine import muon_cases as cases
 from longshore.engine.config import ConfigError, load_config
 from longshore.engine.config.optimizers import MuonConfig
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 SPLIT = {"qkv.weight": 3, "experts": "stack", "columns": {"split": 2, "split_dim": 1}}
 

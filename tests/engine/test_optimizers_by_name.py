@@ -216,6 +216,7 @@ def test_what_looks_at_whole_parameters_is_refused_by_name(kind: str, why: str) 
         longshore.initialize(model=model, config=named(kind))
 
 
+@pytest.mark.needs_torch("torch.optim.Muon")
 def test_torchs_muon_under_an_engine_of_one_rank() -> None:
     models = [nn.Sequential(nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

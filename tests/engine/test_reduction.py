@@ -77,6 +77,7 @@ def test_gradient_predivide_factor(stage: int, two_ranks: Ranks) -> None:
         assert weight == pytest.approx(-6.0)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_stages(two_ranks: Ranks) -> None:
     """0: every rank steps everything; 1: each its part; 2: and each backward is reduced by itself."""
     for stage in (None, 0, 1, 2, 3):

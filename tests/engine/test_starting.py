@@ -79,6 +79,7 @@ def test_weights_that_one_rank_lacks(two_ranks: Ranks, tmp_path: Path) -> None:
     assert second == f"FileNotFoundError: {says}"
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_memory(two_ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks of a machine together: one copy of the weights and little more, where each made one of its own."""
     for how, most in (("without", None), ("drawn", 1.7), ("files", 1.2)):

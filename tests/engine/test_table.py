@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from torch_needs import skip_stage_3
 
 from engine import cases
 from engine.scenarios import SCENARIOS
@@ -31,7 +32,7 @@ def is_distinct(scenario: str, world_size: int, stage: int, place: str, bucket: 
     return bucket == "small" or (ahead == "off" and stage < 3)
 
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+needs_muon = pytest.mark.needs_torch("torch.optim.Muon")
 
 LONG = "40 steps with tiny tiles"
 """A cell takes as long as ten others: ``make test`` has one, and ``make test-slow`` one for each stage and dtype."""
@@ -64,8 +65,9 @@ def test_every_cell(
 
 def check(cell: tuple[Any, ...], ranks: Ranks | None, optimizer: str = "AdamW", states: str = "fp32") -> None:
     """Run a cell on ``ranks``, or in this process, and see that it did what its scenario is about."""
-    scenario, *_, ahead = cell
+    scenario, stage, *_, ahead = cell
     world_size = ranks.world_size if ranks else 1
+    skip_stage_3(*[stage] * (world_size > 1))
     results = (ranks or _here)(cases.run, *cell, world_size, optimizer, states)
     for result in results:
         assert result["formats"] == {"bf16", states} if states != "fp32" else result["formats"] == {"fp32"}

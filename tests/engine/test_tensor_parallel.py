@@ -8,6 +8,8 @@ from ranks import Ranks
 
 from engine import tensor_parallel_cases as cases
 
+pytestmark = pytest.mark.needs_torch("stage 3")
+
 
 @pytest.mark.parametrize(
     "dtype, clip",

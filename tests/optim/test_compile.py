@@ -31,8 +31,10 @@ def _batch(rows: int) -> torch.Tensor:
 
 
 def _inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    batch = _batch(3)  # torch 2.8 compiles no generator
+
     def train() -> None:
-        model(_batch(3)).sum().backward()
+        model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -114,10 +116,12 @@ def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) ->
     plain_model, model = _models()
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
 
+    batch = _batch(3)
+
     def train() -> Any:
         optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
         for _ in range(2):
-            model(_batch(3)).sum().backward()
+            model(batch).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return optimizer
@@ -186,12 +190,12 @@ def test_a_compiled_backward_after_gradients_have_left_is_an_error() -> None:
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True)
     model(_batch(3)).sum().backward()
-    # torch's error where it compiles with the placeholder, ours where it runs what was compiled without.
-    with (
-        pytest.raises((longshore.LongshoreError, NotImplementedError)),
-        compiled_autograd._enable(torch.compile(backend="eager")),
-    ):
-        model(_batch(5)).sum().backward()
+    # torch's error where it compiles with the placeholder, ours where it runs what was compiled without: there, or
+    # with torch 2.8 in step().
+    with pytest.raises((longshore.LongshoreError, NotImplementedError)):  # noqa: PT012
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            model(_batch(5)).sum().backward()
+        optimizer.step()
     optimizer.zero_grad()
     for one, trained in ((plain, plain_model), (optimizer, model)):
         trained(_batch(3)).sum().backward()

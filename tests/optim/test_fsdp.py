@@ -7,6 +7,8 @@ import torch
 from optim import fsdp_cases as cases
 from ranks import Ranks
 
+pytestmark = pytest.mark.needs_torch("FSDP2 over gloo")
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

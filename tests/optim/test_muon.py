@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import longshore
 from longshore.checkpoint.optimizer_state import OptimizerState
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

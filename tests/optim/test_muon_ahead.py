@@ -21,7 +21,7 @@ from longshore.optim.rules import muon
 from longshore.tiles import SpeculationRecord
 from longshore.tiles.matrices import MatrixBackend
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
     "direct": lambda: None,

@@ -184,6 +184,7 @@ def test_an_optimizer_that_is_copied_goes_on_alike(states: str) -> None:
 # --- shards ---
 
 
+@pytest.mark.needs_torch("FSDP2 over gloo")
 @pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("release", [False, True])

@@ -41,6 +41,7 @@ def case(dtype: torch.dtype, units: tuple[str, ...]) -> None:
             assert torch.equal(fresh.state_dict()[name], expected), name
 
 
+@pytest.mark.needs_torch("stage 3")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("units", [(), ("head", "blocks.1"), ("embedding", "head")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -11,6 +11,7 @@ from engine import muon_cases
 from ranks import Ranks
 
 
+@pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stage_0(dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks(muon_cases.run, 0, dtype, steps=3) == [[[]] * 3] * 2

@@ -12,6 +12,7 @@ from ranks import Ranks
 from regressions import muon
 
 
+@pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("offload", ["cpu", "none"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_with_and_without_offload(stage: int, offload: str, two_ranks: Ranks) -> None:

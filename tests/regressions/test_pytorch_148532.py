@@ -23,6 +23,7 @@ def case(offload: str, dtype: torch.dtype) -> list[float]:
         return comparison.norms
 
 
+@pytest.mark.needs_torch("stage 3")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("offload", ["cpu", "none"])
 def test_the_norm_is_of_all_shards(offload: str, dtype: torch.dtype, two_ranks: Ranks) -> None:

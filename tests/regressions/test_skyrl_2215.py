@@ -45,6 +45,7 @@ def case(dtype: torch.dtype, release: bool) -> int:
     return moved
 
 
+@pytest.mark.needs_torch("FSDP2 over gloo")
 @pytest.mark.parametrize(("dtype", "release"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16"])
 def test_a_model_that_was_away_computes_with_the_published_weights(
     dtype: torch.dtype, release: bool, two_ranks: Ranks

@@ -166,7 +166,7 @@ def test_a_closed_stream_is_not_traced() -> None:
     assert traced.summary().waited_s is None and "wait" not in str(traced.summary())
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.needs_torch("torch.optim.Muon")
 def test_newton_schulz_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host only launches it, and goes on."""
     whole = MuonRule.transform

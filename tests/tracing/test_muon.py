@@ -15,7 +15,7 @@ from support import same_weights
 import longshore
 from longshore.tiles.events import STEP_AHEAD, STEP_IN_PLACE, TRANSFORM
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 
 def test_each_matrix_once_a_step() -> None:

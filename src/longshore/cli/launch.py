@@ -78,7 +78,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     parsed = parser.parse_args(arguments)
     for option, given, why in (
         ("--run-path", parsed.run_path, "starts ranks that have torch already, too late to bind them"),
-        ("--numa-binding", parsed.numa_binding, "binds ranks too"),
+        ("--numa-binding", getattr(parsed, "numa_binding", None), "binds ranks too"),
     ):
         if given:
             raise SettingsError(f"{option} {why}: leave it out, or use torchrun")

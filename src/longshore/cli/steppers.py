@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from longshore.cli.settings import MUON_RATES, EngineSettings, OptimizerSettings
 from longshore.engine.random_states import random_states, restore_random_states
 from longshore.errors import NoCheckpointError
 from longshore.optim.shards import held_part
+from longshore.torch_versions import require
 
 _KEPT = 2  # checkpoints of a run
 
@@ -191,8 +191,12 @@ class _PlainOptimizers:
         kinds: dict[bool, list[dict[str, Any]]] = {}
         for group in groups:
             kinds.setdefault(group.pop("use_muon", False), []).append(group)
-        makers: dict[bool, Any] = {True: torch.optim.Muon, False: partial(torch.optim.AdamW, fused=True)}
-        self._optimizers = [makers[kind](own, lr=lr) for kind, own in kinds.items()]
+        if True in kinds:
+            require("torch.optim.Muon")
+        self._optimizers: list[Any] = [
+            torch.optim.Muon(own, lr=lr) if is_muons else torch.optim.AdamW(own, lr=lr, fused=True)
+            for is_muons, own in kinds.items()
+        ]
         self.param_groups = [group for each in self._optimizers for group in each.param_groups]
 
     def step(self) -> None:

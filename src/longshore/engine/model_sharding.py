@@ -19,12 +19,11 @@ from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded, replace_by_shards
 from longshore.streaming import Stream, stream
+from longshore.torch_versions import require
 from longshore.units import WrapPolicy, units_with_leaves
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
-
-_OLDEST_TORCH = (2, 13)
 
 
 def shard_model(
@@ -49,11 +48,7 @@ def shard_model(
         if wrap_policy is not None and config.stage < 3:
             raise ValueError(f"wrap_policy is for stage 3, and the stage is {config.stage}; leave it out")
         return None
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
-        raise ValueError(
-            f"stage 3 needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is {torch.__version__}; "
-            "upgrade torch, or use stage 2"
-        )
+    require("stage 3")
     # Imported here: FSDP2 takes a while to import, and only stage 3 needs it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (

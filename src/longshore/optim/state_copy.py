@@ -62,8 +62,10 @@ class StateCopy:
     @property
     def in_use(self) -> bool:
         """Whether a tensor, a view or an array of the user's is over this memory."""
-        # Two are ours: ``memory``, and the storage that is asked.
-        return torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) > 2  # pyright: ignore
+        # Two are ours: ``memory``, and the storage that is asked. It has a name, since torch 2.8 counts it only as long
+        # as it lives, and newer ones as long as a tensor does.
+        storage = self.memory.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > 2  # pyright: ignore
 
     def check_unedited(self, record: ParameterRecord, name: str) -> None:
         """Raise ParameterError if the copy was edited after a step had left it behind."""

@@ -20,13 +20,11 @@ from longshore.streaming.blocks import Block, Place, Resident, not_compiled
 from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint, check_fits, check_parameters, nbytes
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.tiles import Recorder
+from longshore.torch_versions import require
 from longshore.transfer import allocate_pinned
 from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
-_OLDEST_TORCH = (2, 11)
-"""Earlier ones were not tried; the order in which backward runs functions is set by a method that is not documented."""
-
 
 _NOT_ONE_GRAPH = (
     "parameters of a streamed model are fetched between its blocks, outside of what is compiled: leave out "
@@ -314,11 +312,7 @@ def stream(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"longshore.stream takes a torch.nn.Module, not {type(model).__name__}")
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
-        raise ValueError(
-            f"longshore.stream needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is "
-            f"{torch.__version__}; upgrade torch"
-        )
+    require("longshore.stream")
     device = torch.device(device)
     if not is_accelerator(device):
         raise ValueError(

@@ -19,7 +19,7 @@ from integrations.lightning.modules import OPTIONS, Net, assert_same, fitted, lo
 from integrations.lightning.muon_cases import MUON, ManualMuonNet, MuonNet, PlainMuonOptimizer, groups_of
 from longshore.integrations.lightning import FabricLongshoreStrategy, LongshoreStrategy
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
 FITS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "accumulation, schedule by step": (MuonNet, {"accumulate_grad_batches": 3}),

@@ -94,6 +94,7 @@ def test_resuming_is_exact(stage: int, two_ranks: Ranks, tmp_path: Path) -> None
         assert_same(resumed, whole)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_configure_model_makes_weights_on_rank_0_only(two_ranks: Ranks, ddp: Any) -> None:
     results = two_ranks(rank_cases.late)
     assert [seen for seen, _ in results] == [[False], [True]]

@@ -62,6 +62,7 @@ def test_two_ranks(number: int, accumulation: int, two_ranks: Ranks, tmp_path: P
     two_ranks(cases.same_as_ddp, str(tmp_path), number, accumulation)
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_smoothed_labels_at_stage_3(two_ranks: Ranks, tmp_path: Path) -> None:
     """The Trainer knows from the name of the model's class that labels are shifted, and FSDP2 changes that name."""
     two_ranks(cases.same_as_ddp, str(tmp_path), 3, 1, label_smoothing_factor=0.1, max_steps=2)
@@ -174,7 +175,7 @@ def test_the_files_optimizer_and_schedule(tmp_path: Path) -> None:
     close(mine)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.needs_torch("torch.optim.Muon")
 def test_muon_of_a_file(tmp_path: Path) -> None:
     """The arguments fill it in, and the Trainer's groups, of which one does not decay, are divided."""
     model = cases.make_model()

@@ -1,0 +1,67 @@
+"""The oldest torch of longshore and of each feature: what the checks, the skips of tests and the documentation read.
+
+``make test-versions`` runs the tests on these versions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Version = tuple[int, int]
+
+
+def text_of(version: Version) -> str:
+    """Return ``2.13`` for ``(2, 13)``."""
+    return ".".join(map(str, version))
+
+
+def installed() -> str:
+    """Return the version of the torch that is imported here, with what it was built for: ``2.13.0+cpu``."""
+    import torch  # here: the documentation and the command line's help read the table without it
+
+    return str(torch.__version__)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that not every torch has what it takes for.
+
+    Attributes:
+        name: as users know it.
+        oldest: the first torch with which it works.
+        why: what older ones lack.
+        instead: what to do with an older one.
+    """
+
+    name: str
+    oldest: Version
+    why: str
+    instead: str = "upgrade torch"
+
+    def refusal(self) -> ValueError | None:
+        """Return the error that refuses it with the torch that is imported here, or None if it works with that."""
+        found = installed()
+        numbers = re.match(r"(\d+)\.(\d+)", found)
+        if numbers is None or (int(numbers[1]), int(numbers[2])) >= self.oldest:
+            return None
+        return ValueError(
+            f"{self.name} needs torch {text_of(self.oldest)} or newer, and this is {found}; {self.instead}"
+        )
+
+
+FEATURES = {
+    feature.name: feature
+    for feature in (
+        Feature("longshore", (2, 8), "the oldest that is tested"),
+        Feature("torch.optim.Muon", (2, 9), "TODO", "leave out --plain"),
+        Feature("longshore.stream", (2, 11), "TODO"),
+        Feature("stage 3", (2, 13), "TODO", "upgrade torch, or use stage 2"),
+    )
+}
+
+
+def require(name: str) -> None:
+    """Raise ValueError if this torch is too old for a feature of :data:`FEATURES`."""
+    if (error := FEATURES[name].refusal()) is not None:
+        raise error
