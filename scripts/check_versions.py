@@ -192,13 +192,15 @@ def install(pair: Pair, program: str, folder: Path, runner: Runner, say: Say) ->
     runner.need([*pip, "torch"], f"installing torch {pair.torch}")
     say(f"{pair.name}: installs longshore and what its tests need")
     wheel = _wheel(pair, folder, runner)
+    # In an environment that was kept, pip would take another build of the same version for this one.
+    runner.need([folder / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "longshore"], "removing longshore")
     runner.need([*pip, f"longshore[train,test] @ {wheel.as_uri()}"], "installing longshore")
 
 
 def _wheel(pair: Pair, folder: Path, runner: Runner) -> Path:
     """Return a wheel of these sources, built once for all Pythons that take it."""
     stable = int(pair.python.split(".")[1]) >= 12  # wheel.py-api of pyproject.toml
-    wheels = FOLDER / "wheels" / ("stable-abi" if stable else f"py{pair.python}")
+    wheels = FOLDER / f"wheels-{os.getpid()}" / ("stable-abi" if stable else f"py{pair.python}")
     if not (found := list(wheels.glob("*.whl"))):
         python = folder / "bin" / "python"
         runner.need([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, ROOT], "building longshore")
@@ -353,7 +355,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         rows = results_of(options)
         FOLDER.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(FOLDER / "wheels", ignore_errors=True)  # of other sources
         for row in rows:
             run_pair(row.pair, row, options, say)
             results.append(row)
@@ -365,6 +366,7 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, former)
+        shutil.rmtree(FOLDER / f"wheels-{os.getpid()}", ignore_errors=True)
         for line in (*skips(results), "", *table(results)) if results else ():
             print(line, flush=True)
     return 0 if all(row.good for row in results) and not all(row.missing for row in results) else 1

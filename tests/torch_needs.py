@@ -14,14 +14,16 @@ from longshore.torch_versions import FEATURES, Feature
 OTHERS = {
     feature.name: feature
     for feature in (
-        Feature("FSDP2 over gloo", (2, 9), "its gradients are sums over the ranks, and not means"),
-        Feature("torchrun --numa-binding", (2, 9), "it has no such option"),
+        Feature("FSDP2 over gloo", (2, 9), "give sums of gradients over the ranks, and not means"),
+        Feature("torchrun --numa-binding", (2, 9), "have no such option"),
+        Feature("GPipe that scales gradients last", (2, 9), "scale them before the last ones are sent"),
+        Feature("set_state_dict() of fewer entries", (2, 9), "raise KeyError for flat names that are not there"),
     )
 }
 """What only tests need, by name; none has the name of a feature."""
 
 TORCHS_OWN_WARNINGS: dict[str, tuple[int, int]] = {
-    "TypedStorage is deprecated": (2, 9),
+    "TypedStorage is deprecated": (2, 11),
     "The epoch parameter in `scheduler.step": (2, 9),
 }
 """Beginnings of warnings that torch raises at itself, with the first torch that does not."""

@@ -9,7 +9,7 @@ from scripts.docs.tile_table import BEGIN, END, filled_between
 
 def table() -> str:
     """A row for each feature, and one for each Python with what it is tested with."""
-    lines = ["| feature | oldest torch | what older ones lack |", "|---|---|---|"]
+    lines = ["| feature | oldest torch | older ones |", "|---|---|---|"]
     lines += [f"| {each.name} | {text_of(each.oldest)} | {each.why} |" for each in FEATURES.values()]
     lines += ["", "| Python | torch |", "|---|---|"]
     for python in dict.fromkeys(sorted((row[0] for row in MATRIX), key=lambda text: int(text.partition(".")[2]))):

@@ -30,7 +30,7 @@ class Feature:
     Attributes:
         name: as users know it.
         oldest: the first torch with which it works.
-        why: what older ones lack.
+        why: what is said of older ones, after "they".
         instead: what to do with an older one.
     """
 
@@ -53,12 +53,21 @@ class Feature:
 FEATURES = {
     feature.name: feature
     for feature in (
-        Feature("longshore", (2, 8), "the oldest that is tested"),
-        Feature("torch.optim.Muon", (2, 9), "TODO", "leave out --plain"),
-        Feature("longshore.stream", (2, 11), "TODO"),
-        Feature("stage 3", (2, 13), "TODO", "upgrade torch, or use stage 2"),
+        Feature("longshore", (2, 8), "were not tried"),
+        # longshore.Muon does without; its plain twin is asked for by longshore train --optimizer muon --plain.
+        Feature(
+            "torch.optim.Muon", (2, 9), "have no such optimizer; `longshore.Muon` does without", "leave out --plain"
+        ),
+        Feature("longshore.stream", (2, 11), "were not tried"),
+        Feature(
+            "stage 3",
+            (2, 13),
+            "have no `reset_iter_state()` in FSDP2, by which training goes on after an exception",
+            "upgrade torch, or use stage 2",
+        ),
     )
 }
+"""By name. Another needs no more than longshore itself."""
 
 
 def require(name: str) -> None:

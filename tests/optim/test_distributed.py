@@ -41,6 +41,7 @@ def test_four_ranks(layout: str, mode: str, backwards: int, kind: str, four_rank
     four_ranks(cases.trained, layout, mode, backwards, kind)
 
 
+@pytest.mark.needs_torch("GPipe that scales gradients last")
 def test_a_schedule_that_scales_gradients_is_refused_by_name(two_ranks: Ranks) -> None:
     """With ``release_gradients=True``: ``scale_grads=False`` is right. For DDP, see test_wrappers.py."""
     for said in two_ranks(cases.scaled_by_torch):

@@ -44,6 +44,7 @@ def test_a_bf16_checkpoint_of_torch_has_no_masters(options: Any, tmp_path: Path)
     assert pairs and all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.needs_torch("set_state_dict() of fewer entries")
 def test_masters_of_what_was_loaded_without_them_are_its_parameters(tmp_path: Path) -> None:
     model, optimizer = cases.make(torch.optim, "AdamW", torch.bfloat16)
     cases.step(model, optimizer)
