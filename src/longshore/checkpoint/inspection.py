@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longshore.checkpoint.arithmetic import ARITHMETIC_ENTRY, PROCESSOR_ENTRY
 from longshore.checkpoint.boxes import BoxReader
 from longshore.checkpoint.files import DTYPE_NAMES
 from longshore.checkpoint.folder import (
@@ -88,6 +89,8 @@ class CheckpointSummary:
 
     Attributes:
         longshore, torch: versions that wrote the checkpoint.
+        arithmetic: version of the arithmetic of the rules.
+        processor: rank 0's kind of processor, such as ``x86_64`` or ``aarch64``; None: not recorded.
         files: sizes in bytes, by name.
         aliases: further names of tied parameters, each with the first name.
         left_out: frozen parameters that were not saved.
@@ -100,6 +103,8 @@ class CheckpointSummary:
     created_ns: int
     longshore: str | None
     torch: str | None
+    arithmetic: int
+    processor: str | None
     world_size: int | None
     run: str | None
     files: dict[str, int]
@@ -187,6 +192,8 @@ def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
         created_ns=whole.created_ns,
         longshore=whole.entry("longshore", str),
         torch=whole.entry("torch", str),
+        arithmetic=whole.entry(ARITHMETIC_ENTRY, int, 1),
+        processor=whole.entry(PROCESSOR_ENTRY, str),
         world_size=whole.entry("world_size", int),
         run=whole.run,
         files={name: written.num_bytes for name, written in whole.files.items()},

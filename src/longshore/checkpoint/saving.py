@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from longshore.checkpoint.arithmetic import arithmetic_entries
 from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
 from longshore.checkpoint.files import WrittenFile, write_json
 from longshore.checkpoint.folder import Draft, check_latest, prune
@@ -186,6 +187,7 @@ def _commit(draft: Draft, ranks: list[_Written], content: Content, target: Targe
     about = {
         "longshore": version("longshore"),
         "torch": str(torch.__version__),
+        **arithmetic_entries(),
         "step": content.step,
         "run": content.run,
         "world_size": len(ranks),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from longshore.checkpoint.arithmetic import report_arithmetic
 from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes
 from longshore.checkpoint.files import checked, checked_entry, read_json
 from longshore.checkpoint.folder import (
@@ -261,6 +262,7 @@ class TrainingState:
                 state.restore_groups(about, fit.among)
                 if self._group.rank == 0:
                     state.report_conversion(about, fit.among)
+                    report_arithmetic(whole)
         except BaseException as failure:
             if state is not None:
                 state.abandon(failure)

@@ -163,7 +163,9 @@ def _about(checkpoint: CheckpointSummary, verified: bool) -> Iterator[tuple[str,
     yield "checkpoint", checkpoint.path
     yield "step", str(checkpoint.step)
     yield "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}"
-    yield "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}"
+    processor = f" on {checkpoint.processor}" if checkpoint.processor else ""
+    yield "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}{processor}"
+    yield "arithmetic", f"version {checkpoint.arithmetic}"
     yield "size", f"{format_byte_size(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}"
     yield "whole", "sizes and checksums agree" if verified else "sizes agree (--verify: checksums, too)"
     kinds: dict[str, list[int]] = {}  # a tensor's kind is the part of its name before the first dot

@@ -3,6 +3,7 @@
 
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable, supported_instruction_sets
 from longshore.kernels.base import (
+    ARITHMETIC,
     NORM_BLOCK_NUMEL,
     SUPPORTED_DTYPES,
     UNSCALED,
@@ -45,6 +46,7 @@ from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
 
 __all__ = [
+    "ARITHMETIC",
     "FLOAT32_STATES",
     "NEVER_NEGATIVE",
     "NORM_BLOCK_NUMEL",

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from longshore.kernels.formats import FLOAT32_STATES, Coding
 
+ARITHMETIC = 1
+"""Version of the arithmetic of all rules: raised where a rule gives other bits on the same numbers. Which processor
+computes a step is no part of it: the bits are the same on each."""
+
 
 class Scale(NamedTuple):
     """Factors by which gradients are multiplied in float32: ``first``, then ``second``.
