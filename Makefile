@@ -11,7 +11,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-model bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -86,6 +86,12 @@ test-sanitized: $(SETUP)
 VERSIONS ?=
 test-versions:
 	$(PYTHON) -m scripts.check_versions $(VERSIONS)
+
+# Cross-compiled, and run by qemu: the native tests, a wheel, and steps with the bits that this machine has. Needs Debian's
+# g++-aarch64-linux-gnu and qemu-user, and apt that knows arm64; it says so. AARCH64="--torch 2.8.0": beside another torch.
+AARCH64 ?=
+test-aarch64: $(SETUP)
+	$(BIN)/python -m scripts.aarch64 $(AARCH64)
 
 test-model:
 	scripts/check_model.sh

@@ -84,10 +84,13 @@ LONGSHORE_INLINE float software_fma(float a, float b, float c) {
     return static_cast<float>(__builtin_bit_cast(double, bits));
 }
 
+// scripts/aarch64/code.py defines it as 0: what is fused then, the compiler has contracted.
+#if !defined(LONGSHORE_HAS_FMA)
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
 #define LONGSHORE_HAS_FMA 1
 #else
 #define LONGSHORE_HAS_FMA 0
+#endif
 #endif
 
 #if LONGSHORE_HAS_FMA

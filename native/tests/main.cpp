@@ -1,5 +1,5 @@
-// native_tests [PART OF A NAME]...: runs the tests whose names contain one of
-// the arguments, or all of them.
+// native_tests [PART OF A NAME]... [-PART OF A NAME]...: runs the tests whose names
+// contain one of the arguments, or all of them, but for those behind a dash.
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -26,11 +26,15 @@ std::vector<Test>& registered() {
 struct Failure {};
 
 bool chosen(const Test& test, int argc, char** argv) {
-    if (argc < 2) return true;
+    bool named = false, any = false;
     for (int i = 1; i < argc; ++i) {
-        if (std::strstr(test.name, argv[i]) != nullptr) return true;
+        const bool left_out = argv[i][0] == '-';
+        const bool found = std::strstr(test.name, argv[i] + (left_out ? 1 : 0)) != nullptr;
+        if (left_out && found) return false;
+        any = any || !left_out;
+        named = named || (!left_out && found);
     }
-    return false;
+    return named || !any;
 }
 
 bool passes(const Test& test) {
