@@ -6,6 +6,7 @@ Each check raises a ReleaseError, or returns a line about what it saw.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import sys
