@@ -37,7 +37,8 @@ def test_the_file_has_what_is_exported() -> None:
 
 def test_what_the_pages_use_is_public() -> None:
     used = set()
-    for block in (block for path in PAGES for block in blocks_of(path) if block.language == "python"):
+    pages = [path for path in PAGES if path.name != "adding_an_optimizer.md"]  # which is for work on longshore itself
+    for block in (block for path in pages for block in blocks_of(path) if block.language == "python"):
         used |= {(block.where, name) for name in re.findall(r"(?<![\w.])longshore(?:\.[A-Za-z_]\w*)+", block.text)}
         for module, names in re.findall(r"^from (longshore[\w.]*) import ([\w, ]+)", block.text, re.MULTILINE):
             used |= {(block.where, f"{module}.{name.strip()}") for name in names.split(",")}

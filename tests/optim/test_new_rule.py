@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from longshore.engine.config.optimizers import _model
+from longshore.kernels import MOST_STATES, Rule
+from longshore.optim.family import RuleFamily
+from longshore.optim.rules.lion import Lion, LionFamily
+
 TESTS = Path(__file__).parents[1]
 
 BEGIN = """
@@ -109,3 +114,22 @@ def test_a_rule_is_one_file(case: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rule_with_more_states_than_kernels_step_is_an_error_when_it_is_defined() -> None:
+    most = (TESTS.parent / "native/kernels.h").read_text()
+    assert f"kMostArrays = {MOST_STATES + 1};" in most
+    with pytest.raises(TypeError, match="Adan has 4 states, exp_avg, .*, and the kernels step at most 2 beside the"):
+        type("Adan", (Rule,), {"states": ("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad")})
+
+
+def test_an_option_that_a_configuration_cannot_read_is_named() -> None:
+    def shape(value: object, name: str) -> object:
+        return value
+
+    family = type("OddFamily", (RuleFamily,), {"options": {**LionFamily.options, "betas": shape}})
+    odd = type("OddLion", (Lion,), {"rules": family})
+    with pytest.raises(
+        TypeError, match=r"OddLion: a configuration has no field for what shape\(\) reads, .*option betas"
+    ):
+        _model(odd)

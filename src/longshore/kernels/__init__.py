@@ -4,6 +4,7 @@
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable, supported_instruction_sets
 from longshore.kernels.base import (
     ARITHMETIC,
+    MOST_STATES,
     NORM_BLOCK_NUMEL,
     SUPPORTED_DTYPES,
     UNSCALED,
@@ -48,6 +49,7 @@ from longshore.machine import usable_cpus
 __all__ = [
     "ARITHMETIC",
     "FLOAT32_STATES",
+    "MOST_STATES",
     "NEVER_NEGATIVE",
     "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",

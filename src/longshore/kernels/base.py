@@ -31,6 +31,10 @@ class Scale(NamedTuple):
 UNSCALED = Scale()
 
 
+MOST_STATES = 2
+"""States of the largest buffer: one less than kMostArrays in native/kernels.h."""
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """The hyper-parameters of one parameter group, for parameters at one step count.
@@ -42,7 +46,7 @@ class Rule(ABC):
     name: ClassVar[str]
     """The rule's entry in ``native/rules.inl``."""
     states: ClassVar[tuple[str, ...]]
-    """Names of the arrays of a buffer after the master, at most two, as in torch."""
+    """Names of the arrays of a buffer after the master, at most :data:`MOST_STATES`, as in torch."""
     update: ClassVar[Callable[..., tuple[Tensor, ...]]]
     """The arithmetic: ``update(scalars, gradient, master, *states)`` returns the new master and states. It is written
     with the operations of :mod:`longshore.kernels.reference`, which Triton's operations replace on a GPU."""
@@ -53,6 +57,14 @@ class Rule(ABC):
 
     maximize: bool = field(default=False, kw_only=True)
     step: int = field(default=1, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if len(states := getattr(cls, "states", ())) > MOST_STATES:
+            raise TypeError(
+                f"{cls.__name__} has {len(states)} states, {', '.join(states)}, and the kernels step at most {MOST_STATES} "
+                "beside the master: use a rule with fewer states"
+            )
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:

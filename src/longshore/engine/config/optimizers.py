@@ -56,7 +56,12 @@ def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
     """Create the configuration of one optimizer, with the options and defaults of its signature."""
     fields: dict[str, Any] = {"type": (Literal[kind.__name__], kind.__name__)}
     for name, default in kind.defaults_by_name().items():
-        field = _FIELDS[kind.rules.options[name]]
+        if (reader := kind.rules.options[name]) not in _FIELDS:
+            raise TypeError(
+                f"{kind.__name__}: a configuration has no field for what {reader.__name__}() reads, as the option {name} "
+                f"is read: use a function of longshore.optim.family, or add it to _FIELDS in {__name__}"
+            )
+        field = _FIELDS[reader]
         fields[name] = field, kind_in(field.__metadata__).check(default)
     summary = (kind.__doc__ or "").partition("\n\n")[0]
     module = __name__.rpartition(".")[0]  # where pickle finds it
