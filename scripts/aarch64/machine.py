@@ -40,11 +40,11 @@ class Aarch64Error(Exception):
     """A step failed; the message says which, and what to do."""
 
 
-def run(command: Sequence[str | Path], what: str, **environment: str) -> str:
-    """Run a command and return what it printed; Aarch64Error with all of that if it fails."""
+def run(command: Sequence[str | Path], what: str, folder: Path = ROOT, **environment: str) -> str:
+    """Run a command in a folder and return what it printed; Aarch64Error with the end of that if it fails."""
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def check_tools() -> None:
     missing = sorted({package for program, package in TOOLS.items() if shutil.which(program) is None})
     if missing:
         raise Aarch64Error(f"programs are missing: on Debian, as root, apt-get install {' '.join(missing)}")
-    if not shutil.which("dpkg") or "arm64" not in run(["dpkg", "--print-foreign-architectures"], "dpkg").split():
+    if "arm64" not in run(["dpkg", "--print-foreign-architectures"], "dpkg").split():
         raise Aarch64Error(
             "apt does not know packages for arm64: on Debian, as root, dpkg --add-architecture arm64 && apt-get update"
         )
@@ -108,14 +108,7 @@ class Machine:
         needed = sorted(name for name in needed if "-dev" not in name or name.startswith(f"lib{python}"))
         folder = BUILD / "debian"
         folder.mkdir(parents=True, exist_ok=True)
-        before = Path.cwd()
-        os.chdir(folder)  # apt-get download writes to the current folder
-        try:
-            done = subprocess.run(["apt-get", "download", "-q", *needed], capture_output=True, text=True)
-        finally:
-            os.chdir(before)
-        if done.returncode != 0:
-            raise Aarch64Error(f"apt-get download failed: {done.stderr.strip()}")
+        run(["apt-get", "download", "-q", *needed], "downloading Debian's packages", folder=folder)
         for package in sorted(folder.glob("*.deb")):
             run(["dpkg-deb", "-x", package, self.sysroot], "unpacking a package")
         qemu = shutil.which("qemu-aarch64")

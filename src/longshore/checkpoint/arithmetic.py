@@ -33,6 +33,7 @@ def report_arithmetic(whole: WholeCheckpoint) -> None:
     if processor is not None and processor != (own := platform.machine()):
         warnings.warn(
             f"the checkpoint was written on {processor}, and this is {own}: longshore's steps have the same bits on "
-            "both, but what torch computes on the CPU (forward, backward, its own optimizers, Newton-Schulz) has not",
+            "both, but what torch computes on the CPU (forward, backward, its own optimizers, Newton-Schulz, random "
+            "numbers) has other last bits",
             stacklevel=2,
         )
