@@ -119,7 +119,7 @@ def test_a_rule_is_one_file(case: str) -> None:
 def test_a_rule_with_more_states_than_kernels_step_is_an_error_when_it_is_defined() -> None:
     most = (TESTS.parent / "native/kernels.h").read_text()
     assert f"kMostArrays = {MOST_STATES + 1};" in most
-    with pytest.raises(TypeError, match="Adan has 4 states, exp_avg, .*, and the kernels step at most 2 beside the"):
+    with pytest.raises(TypeError, match=r"Adan has 4 states, exp_avg, .*, and the kernels step at most 2 beside the"):
         type("Adan", (Rule,), {"states": ("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad")})
 
 

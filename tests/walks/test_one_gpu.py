@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from simulated_device.registration import EXTENSION
+
 from walks.running import readme_says, run, same, written
 
 IMPORT = ("import torch\n", "import torch\n\nimport longshore\n")

@@ -62,8 +62,8 @@ class Rule(ABC):
         super().__init_subclass__(**kwargs)
         if len(states := getattr(cls, "states", ())) > MOST_STATES:
             raise TypeError(
-                f"{cls.__name__} has {len(states)} states, {', '.join(states)}, and the kernels step at most {MOST_STATES} "
-                "beside the master: use a rule with fewer states"
+                f"{cls.__name__} has {len(states)} states, {', '.join(states)}, and the kernels step at most "
+                f"{MOST_STATES} beside the master: use a rule with fewer states"
             )
 
     @cached_property

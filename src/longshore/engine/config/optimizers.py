@@ -58,8 +58,8 @@ def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
     for name, default in kind.defaults_by_name().items():
         if (reader := kind.rules.options[name]) not in _FIELDS:
             raise TypeError(
-                f"{kind.__name__}: a configuration has no field for what {reader.__name__}() reads, as the option {name} "
-                f"is read: use a function of longshore.optim.family, or add it to _FIELDS in {__name__}"
+                f"{kind.__name__}: a configuration has no field for what {reader.__name__}() reads, as the option "
+                f"{name} is read: use a function of longshore.optim.family, or add it to _FIELDS in {__name__}"
             )
         field = _FIELDS[reader]
         fields[name] = field, kind_in(field.__metadata__).check(default)
