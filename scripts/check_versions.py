@@ -180,7 +180,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             continue
 
 
-def install(pair: Pair, program: str, folder: Path, runner: Runner, say: Say) -> None:
+def install(pair: Pair, program: str, folder: Path, wheels: Path | None, runner: Runner, say: Say) -> None:
     """Make the environment of a pair, or complete one that was kept."""
     runner.need([program, "-m", "venv", folder], "making the environment")
     constraints = folder / "constraints.txt"
@@ -191,22 +191,23 @@ def install(pair: Pair, program: str, folder: Path, runner: Runner, say: Say) ->
     say(f"{pair.name}: installs torch {pair.torch}")
     runner.need([*pip, "torch"], f"installing torch {pair.torch}")
     say(f"{pair.name}: installs longshore and what its tests need")
-    wheel = _wheel(pair, folder, runner)
+    wheel = _wheel(pair, folder, wheels, runner)
     # In an environment that was kept, pip would take another build of the same version for this one.
     runner.need([folder / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "longshore"], "removing longshore")
     runner.need([*pip, f"longshore[train,test] @ {wheel.as_uri()}"], "installing longshore")
 
 
-def _wheel(pair: Pair, folder: Path, runner: Runner) -> Path:
-    """Return a wheel of these sources, built once for all Pythons that take it."""
-    stable = int(pair.python.split(".")[1]) >= 12  # wheel.py-api of pyproject.toml
-    wheels = FOLDER / f"wheels-{os.getpid()}" / ("stable-abi" if stable else f"py{pair.python}")
-    if not (found := list(wheels.glob("*.whl"))):
+def _wheel(pair: Pair, folder: Path, wheels: Path | None, runner: Runner) -> Path:
+    """Return the wheel for a Python: one of those in ``wheels``, or else of these sources, built once in each run."""
+    minor = int(pair.python.split(".")[1])
+    pattern = "longshore-*-abi3-*.whl" if minor >= 12 else f"longshore-*-cp3{minor}-*.whl"  # wheel.py-api of pyproject
+    here = wheels or FOLDER / f"wheels-{os.getpid()}"
+    if wheels is None and not list(here.glob(pattern)):
         python = folder / "bin" / "python"
-        runner.need([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, ROOT], "building longshore")
-        found = list(wheels.glob("*.whl"))
-    (wheel,) = found
-    return wheel
+        runner.need([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", here, ROOT], "building longshore")
+    if not (found := list(here.glob(pattern))):
+        raise StepError(f"{_shown(here)} has no wheel for Python {pair.python}: {pattern}")
+    return found[0].resolve()
 
 
 def test(pair: Pair, result: Result, folder: Path, workers: int, runner: Runner, say: Say) -> None:
@@ -261,7 +262,7 @@ def run_pair(pair: Pair, result: Result, options: argparse.Namespace, say: Say) 
     try:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
-        install(pair, program, folder, runner, say)
+        install(pair, program, folder, options.wheels, runner, say)
         lines: list[str] = []
         runner.run([folder / "bin" / "python", "-W", "ignore", "-c", _VERSIONS], lines.append)
         result.found = lines[-1].strip() if lines else ""
@@ -323,6 +324,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     size.add_argument("--quick", action="store_true", help="the quick selection on all pairs")
     size.add_argument("--whole", action="store_true", help="the whole suite, but for slow tests, on all pairs")
     parser.add_argument("--keep", action="store_true", help="keep the environments, and complete those that were kept")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels to test, instead of building them")
     parser.add_argument("--workers", type=int, default=3, metavar="N", help="pytest -n N; 0: one process (3)")
     return parser.parse_args(arguments)
 

@@ -137,13 +137,13 @@ def test_a_pair(
 ) -> None:
     """With an environment whose pytest writes this report."""
 
-    def install(pair: Pair, path: str, environment: Path, runner: Runner, say: check_versions.Say) -> None:
+    def install(pair: Pair, path: str, environment: Path, *others: object) -> None:
         written = folder / f"{pair.name}.xml"
         script = f'case "$*" in *pytest*) echo ". [ 50%]"; cat > {written} <<E\n{report}\nE\n;; *) echo Python 3;; esac'
         program(environment / "bin" / "python", script)
 
     monkeypatch.setattr(check_versions, "install", install)
-    assert check_versions.main(["--python", HERE, "--torch", "2.8", "--quick", *keep]) == code
+    assert check_versions.main(["--python", sys.executable, "--torch", "2.8", "--quick", *keep]) == code
     said = capsys.readouterr().out
     assert f"py{HERE}-torch2.8: 50 % of the tests" in said
     assert "| Python 3 | quick | " in said and ("FAILED on" in said) is (code == 1)
@@ -164,6 +164,17 @@ def runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"  # ended, and nobody has asked for its exit code
+
+
+def test_wheels_that_are_there_are_taken(tmp_path: Path) -> None:
+    runner = Runner(tmp_path / "log")
+    for name in ("longshore-0.1.0-cp310-cp310-linux_x86_64.whl", "longshore-0.1.0-cp312-abi3-linux_x86_64.whl"):
+        (tmp_path / name).touch()
+    for python, name in (("3.10", "cp310-cp310"), ("3.12", "cp312-abi3"), ("3.14", "cp312-abi3")):
+        assert name in check_versions._wheel(Pair(python, "2.13"), tmp_path, tmp_path, runner).name
+    with pytest.raises(StepError, match=r"has no wheel for Python 3\.11: longshore-\*-cp311-\*\.whl"):
+        check_versions._wheel(Pair("3.11", "2.13"), tmp_path, tmp_path, runner)
+    assert not (tmp_path / "log").exists()  # nothing was run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
