@@ -15,6 +15,7 @@ from torch import nn
 from torch_needs import OTHERS, TORCHS_OWN_WARNINGS, ignored_warnings, refusal
 
 import longshore
+from longshore.engine import model_sharding
 from longshore.engine.model_sharding import shard_model
 from longshore.engine.weights import Weights
 from longshore.torch_versions import FEATURES, require, text_of
@@ -54,6 +55,14 @@ def test_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer, .* 2\.12\.1\+cu130; .*or use stage 2"):
         shard_model(nn.Linear(2, 2), None, longshore.Config(stage=3), ranks, Weights())
+
+
+def test_a_model_that_its_user_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are read before it is known whether it is to be sharded."""
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    monkeypatch.setattr(model_sharding, "is_fully_sharded", lambda _: True)
+    with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer"):
+        longshore.initialize(model=nn.Linear(2, 2), config=longshore.Config(stage=3))
 
 
 def test_streaming(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_after_an_exception_in_backward_zero_grad_makes_the_engine_usable(
             assert "zero_grad()" in said[rank][1]
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_a_rank_that_gave_up_its_window_says_so_whatever_is_in_its_grad(two_ranks: Ranks) -> None:
     """What it finds there is looked at, and refused at stage 3, before it tells why no rank can step."""
     first, second = two_ranks(failure_cases.failing_backward, 3, [0], True)
@@ -173,7 +174,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ra
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)),
+        pytest.param(3, marks=pytest.mark.needs_torch("stage 3")),
+    ],
+)
 def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_path: Path) -> None:
     """One RankError and, once, what torch said; the same each time that it goes on."""
     with pytest.raises(RankFailure, match="rank 1: ended with exit code"):

@@ -97,6 +97,7 @@ def test_ranks_that_fail_in_turn(stage: int, in_forward: bool, replicas: bool, t
     assert second == "RuntimeError: exploded on purpose"
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_replicas_that_discard_a_failed_window(two_ranks: Ranks) -> None:
     two_ranks(cases.replicas_discard_together)
 

@@ -17,7 +17,6 @@ from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import shared_memory as module
 from longshore.sharding.agreement import WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 from longshore.sharding.twin_groups import twins_of
 
 CPU = torch.device("cpu")
@@ -48,6 +47,8 @@ def sharing(where: str) -> Iterator[None]:
 
 def interrupted() -> list[str]:
     """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
+    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+
     rank, said = dist.get_rank(), []
     gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
 
@@ -77,6 +78,8 @@ def interrupted() -> list[str]:
 
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
+    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+
     rank = dist.get_rank()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
@@ -111,6 +114,8 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
+    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())

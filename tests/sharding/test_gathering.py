@@ -10,6 +10,7 @@ from ranks import Ranks
 from sharding import gathering_cases
 
 
+@pytest.mark.needs_torch("stage 3")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0, 1, 3])
 @pytest.mark.parametrize("where", ["shared", "sockets", "until full"])
@@ -25,6 +26,7 @@ def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ran
         assert found["names"] == 0
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_ranks_that_know_other_segments_begin_anew(two_ranks: Ranks) -> None:
     first, second = two_ranks(gathering_cases.gathered, 0, "shared", 1, 0.3)
     assert first["shared"] == 60
@@ -44,17 +46,20 @@ def test_four_ranks_exchange(four_ranks: Ranks) -> None:
     assert four_ranks(gathering_cases.exchanged, 5, "shared") == [60] * 4
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_four_ranks(four_ranks: Ranks) -> None:
     for found in four_ranks(gathering_cases.gathered, 5, "shared", 1):
         assert found["shared"] == 60
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_a_rank_that_begins_anew_is_not_taken_for_one_that_goes_on(two_ranks: Ranks) -> None:
     first, second = two_ranks(gathering_cases.interrupted)
     assert first == []
     assert second == ["rank 0 failed in this window and discarded it; call zero_grad() and go on"]
 
 
+@pytest.mark.needs_torch("stage 3")
 def test_a_rank_that_waits_says_for_what(two_ranks: Ranks) -> None:
     (said,), other = two_ranks(gathering_cases.waiting)
     assert re.fullmatch(

@@ -196,6 +196,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
     """Return how many ranks run each batch together: 1 unless the model was sharded after tensor parallelism."""
     if not is_fully_sharded(model):
         return 1
+    require("stage 3")
     from longshore.sharding.fsdp_records import tensor_parallel_size
 
     return tensor_parallel_size(model)

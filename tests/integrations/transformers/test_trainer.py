@@ -56,7 +56,14 @@ def test_parameters_that_rest_on_the_host(tmp_path: Path, monkeypatch: pytest.Mo
     close(mine)
 
 
-@pytest.mark.parametrize("number, accumulation", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.parametrize(
+    "number, accumulation",
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.needs_torch("stage 3")),
+    ],
+)
 def test_two_ranks(number: int, accumulation: int, two_ranks: Ranks, tmp_path: Path) -> None:
     """The plain Trainer's weights under DDP, which sums a window's gradients on each rank, as stage 1 does."""
     two_ranks(cases.same_as_ddp, str(tmp_path), number, accumulation)
