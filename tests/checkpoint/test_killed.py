@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import forking_context
+from torch_needs import skip_stage_3
 
 from checkpoint import killed_cases
 from checkpoint.killed_cases import Run
@@ -72,6 +73,7 @@ def result_of(about: Run, world_size: int = 2) -> str:
 
 def kill_once(about: Run, chance: random.Random, after: int | None = None) -> None:
     """Somewhere in the run, most often in a save; that of step ``after``, if it is given."""
+    skip_stage_3(about.stage)
     team = Team(about)
     try:
         assert team.next(0)[0] == "ready"
@@ -115,7 +117,6 @@ def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, 
     assert result_of(about, world_size=1) == undisturbed(stage, "Muon") == killed_cases.plain_muon(STEPS)
 
 
-@pytest.mark.needs_torch("stage 3")
 def test_killed_with_states_of_8_bits(tmp_path: Path) -> None:
     """In the middle of the run."""
     about = Run(str(tmp_path / "run"), 3, True, STEPS, states="8bit")

@@ -207,7 +207,8 @@ def a_copy(make: Make) -> Any:
 
 def profiled(make: Make) -> Any:
     optimizer = make(with_gradients())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # without, torch 2.12 warns
         optimizer.step()
         optimizer.zero_grad()
     return sorted(event.key for event in profile.key_averages() if event.key.startswith("Optimizer."))
