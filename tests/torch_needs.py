@@ -15,6 +15,8 @@ OTHERS = {
     feature.name: feature
     for feature in (
         Feature("FSDP2 over gloo", (2, 9), "give sums of gradients over the ranks, and not means"),
+        # Torch 2.8 does not; there is no range of versions for the sake of one test.
+        Feature("interleaved 1F1B over gloo", (2, 10), "mix up the messages of the stages of one rank"),
         Feature("torchrun --numa-binding", (2, 9), "have no such option"),
         Feature("GPipe that scales gradients last", (2, 9), "scale them before the last ones are sent"),
         Feature("set_state_dict() of fewer entries", (2, 9), "raise KeyError for flat names that are not there"),

@@ -23,7 +23,13 @@ def test_two_ranks(layout: str, released: bool, tmp_path: Path, two_ranks: Ranks
     two_ranks(cases.saved_and_loaded, layout, tmp_path, released)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("1F1B", marks=pytest.mark.slow), "interleaved 1F1B"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("1F1B", marks=pytest.mark.slow),
+        pytest.param("interleaved 1F1B", marks=pytest.mark.needs_torch("interleaved 1F1B over gloo")),
+    ],
+)
 def test_stages_of_a_pipeline(layout: str, tmp_path: Path, two_ranks: Ranks) -> None:
     two_ranks(cases.saved_and_loaded_by_longshore, layout, tmp_path)
 
