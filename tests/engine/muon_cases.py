@@ -45,7 +45,7 @@ def plain_of(model: Model) -> PlainMuon:
 def mean_gradients(model: nn.Module, step: int, size: int | None = None) -> dict[nn.Parameter, Tensor | None]:
     """Of ``size`` ranks (all), computed where they compute, and added in their order in float32."""
     size = size or (dist.get_world_size() if dist.is_initialized() else 1)
-    there = copy.deepcopy(model).to(torch.accelerator.current_accelerator() or "cpu")
+    there = copy.deepcopy(model).to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     sums: dict[nn.Parameter, Tensor | None] = dict.fromkeys(model.parameters())
     for rank in range(size):
         backward(there, 100 * step + rank)

@@ -195,7 +195,8 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         assert text.count("gloo/transport") == 1, text  # the whole of what torch said is in the cause alone
         # run() and drain(), and nothing of the collective thread; at stage 3 the meeting itself, on this thread.
         assert text.count('collective_thread.py"') == 2, text
-        assert len(lines) < (40 if stage < 3 else 80), text  # torch's own hooks gather parameters
+        shown = [line for line in lines if line.strip(" ^~")]  # newer Pythons mark places in lines of their own
+        assert len(shown) < (40 if stage < 3 else 80), text  # torch's own hooks gather parameters
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_a_graph_that_has_to_be_whole_cannot_have_a_step(release: bool) -> None:
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # inspect.py of Python 3.14
 @MODES
 def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) -> None:
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from longshore.engine.config.reading import read_file
 @pytest.mark.parametrize(
     "content, what",
     [
-        (b'{"a": 1,,}', "line 1, column 10"),
+        (b'{"a": 1 2}', "line 1, column 9"),
         (b'{\n  "a": 1\n  "b": 2}', "at line 3, column 3 it is not: Expecting ',' delimiter"),
         (b'{ // hello\n "a": }', "line 2, column 7"),
         (b'{"a": 1 /* no end }', "line 1, column 9"),
