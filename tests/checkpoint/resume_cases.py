@@ -73,6 +73,8 @@ def make_engine(setting: Setting, seed: int = 0, wide: bool = False) -> Any:
     heads = [*model.extra.parameters()]
     trunk = [p for p in model.parameters() if p.requires_grad and not any(p is head for head in heads)]
     options: dict[str, Any] = {"lr": 2e-3} | ({"weight_decay": 0.05} if setting.optimizer == "AdamW" else {})
+    if setting.optimizer == "SGD" and setting.states != "fp32":
+        options["momentum"] = 0.9  # without it there is nothing to encode
     ours = hasattr(longshore, setting.optimizer)
     settings: Any = {"type": setting.optimizer, **options} if ours else None
     config = longshore.Config(

@@ -253,6 +253,7 @@ def test_a_copy_keeps_the_names_of_parameters_that_were_moved(states: str) -> No
 
 
 @FORMATS
+@pytest.mark.filterwarnings("ignore:SGD has no states")
 def test_momentum_that_comes_later_beside_other_kinds_of_tiles(states: str) -> None:
     """A buffer of a master alone never takes the place of one of a momentum alone, which has as many arrays."""
     models = [[nn.Parameter(torch.ones(64, 64).to(dtype)) for dtype in THREE_KINDS] for _ in range(2)]
