@@ -1,7 +1,7 @@
 """Small trainings whose checkpoints of each released version are kept in ``golden``, and load for ever.
 
 Gradients are numbers that are written here and no products: what follows a checkpoint is then the same bits on every
-machine and with every torch.
+x86-64 machine and with every torch. On aarch64 torch.randn gives other last bits; tests/aarch64/bits.py brings these.
 """
 
 from __future__ import annotations
