@@ -65,6 +65,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         args.out.mkdir(exist_ok=True)
         torch.save(weights, args.out / "weights.pt")
+    # A thread of gloo frees the tensors of the last gather a little later. If Python is shutting down by then, the
+    # process ends with SIGABRT, in torch's own code.
+    dist.barrier()
     dist.destroy_process_group()
 
 
