@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from scripts import commands
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "aarch64"
@@ -41,21 +42,8 @@ class Aarch64Error(Exception):
 
 
 def run(command: Sequence[str | Path], what: str, folder: Path = ROOT, **environment: str) -> str:
-    """Run a command in a folder and return what it printed; Aarch64Error with the end of that if it fails."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode != 0:
-        said = "\n".join(done.stdout.strip().splitlines()[-40:])
-        raise Aarch64Error(f"{what} failed ({done.returncode}): {' '.join(map(str, command))}\n{said}")
-    return done.stdout
+    """Run a command in a folder and return what it printed; Aarch64Error with all of that if it fails."""
+    return commands.run(command, what, Aarch64Error, environment={**os.environ, **environment}, folder=folder)
 
 
 def check_tools() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts import commands
 from scripts.release.sbom import Tool
 
 if TYPE_CHECKING:
@@ -126,20 +127,7 @@ def run(
     folder: Path | None = None,
 ) -> str:
     """Run a command and return what it printed; ReleaseError with all of that if it fails."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode != 0:
-        said = done.stdout.strip() or f"it printed nothing and returned {done.returncode}"
-        raise ReleaseError(f"{what} failed: {' '.join(str(word) for word in command)}\n{said}")
-    return done.stdout
+    return commands.run(command, what, ReleaseError, environment=environment, folder=folder)
 
 
 def _environment_with_backend(python: Path, folder: Path, source: Path, environment: Mapping[str, str]) -> Path:
