@@ -342,6 +342,23 @@ def test_ctrl_c_while_passes_are_collected(
     assert pair.train(2).kept > 2
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_passes_are_collected_once(pair: Pair, after: int) -> None:
+    """Gradients are added to after they were looked at, several times: no spare is given back twice, none is lost."""
+    pool = pair.ahead._core.store.backend.speculator.spares
+    assert pool is not None
+    pair.backward()
+    for _ in range(after):
+        pair.ahead.grad_norm()  # which waits for all passes
+        pair.backward()
+        pair.ahead.grad_norm()  # which waits for all passes
+    free = [buffer.data_ptr() for buffers in pool._free.values() for buffer in buffers]
+    assert len(free) == len(set(free))
+    record = pair.step()
+    assert record.dropped == (record.begun if after else 0)
+    assert pair.train(3, clip=0.1).begun > 2
+
+
 def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile was stepped ahead and kept, and then the bookkeeping fails: the step cannot be made again."""
     pair.backward()
