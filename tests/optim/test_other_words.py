@@ -94,3 +94,11 @@ def test_a_group_has_no_format_of_its_own(name: str, value: object) -> None:
         optimizer.add_param_group({"params": parameters[1:], name: value})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": parameters[1:], "optim_bits": 32})
+
+
+def test_a_subclass_takes_what_its_base_takes() -> None:
+    class Own(longshore.Adam):
+        pass
+
+    optimizer = Own([torch.nn.Parameter(torch.ones(3))], decoupled_weight_decay=True)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True

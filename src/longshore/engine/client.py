@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 import weakref
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from longshore.kernels import StateFormat
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
 from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for
+from longshore.optim.other_words import parameters_of
 from longshore.optim.own_step import check_no_own_step
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -85,7 +85,7 @@ def converted(
     groups, defaults = _groups_of(optimizer, names), _without_flags(optimizer.defaults)
     made: TiledOptimizer
     if kind is not None:
-        taken = inspect.signature(kind).parameters
+        taken = parameters_of(kind)
         options = {name: value for name, value in defaults.items() if name in taken}
         made = kind(groups, **options, release_gradients=release_gradients, offload=offload)
     else:

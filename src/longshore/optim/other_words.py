@@ -56,6 +56,15 @@ def _as_here(kind: type, name: str, value: Any) -> bool:
     return type(value) is type(same) and value == same and any(each.__name__ == base for each in kind.__mro__)
 
 
+def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters of the constructor of an optimizer ``kind``, by name.
+
+    In Python 3.10 ``inspect.signature(kind)`` gives those of ``__new__`` if a subclass has no constructor of its own.
+    """
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()
+    return {parameter.name: parameter for parameter in parameters}
+
+
 def without_words(kind: type, build: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor ``build`` of ``kind``, which leaves out what :func:`check_words` lets pass."""
     known = inspect.signature(build).parameters

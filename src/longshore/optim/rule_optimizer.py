@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +11,7 @@ import torch
 
 from longshore.kernels import StateFormat
 from longshore.optim.family import RuleFamily
-from longshore.optim.other_words import check_group_words, check_words, without_words
+from longshore.optim.other_words import check_group_words, check_words, parameters_of, without_words
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class RuleOptimizer(TiledOptimizer):
             cls.__init__ = without_words(cls, cls.__init__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_words(cls, inspect.signature(cls).parameters, args, kwargs)
+        check_words(cls, parameters_of(cls), args, kwargs)
         return super().__new__(cls)
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -73,5 +72,5 @@ class RuleOptimizer(TiledOptimizer):
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:
         """Return the options of a group that a configuration may give, with their defaults in the signature."""
-        parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
+        parameters, fixed = parameters_of(cls), cls.rules.initial_states.values()
         return {name: parameters[name].default for name in cls.rules.options if name not in fixed}
