@@ -19,7 +19,6 @@
 namespace longshore {
 namespace {
 
-#if defined(__linux__)
 cpu_set_t mask_of(const std::vector<int>& cpu_set) {
     cpu_set_t mask, allowed;
     CPU_ZERO(&mask);
@@ -54,7 +53,6 @@ class OnlyOn {
   private:
     cpu_set_t before_;
 };
-#endif
 
 // std::condition_variable without its wait(), which has another version since
 // GCC 12: what uses that does not load where libstdc++ is older.
@@ -100,16 +98,10 @@ struct ThreadPool::Shared {
 };
 
 void ThreadPool::Shared::start(int count, const std::vector<int>& cpu_set) {
-#if defined(__linux__)
     const cpu_set_t mask = mask_of(cpu_set);
-#else
-    if (!cpu_set.empty()) throw std::invalid_argument("a CPU set can be chosen on Linux only");
-#endif
     caller_works = cpu_set.empty();
-#if defined(__linux__)
     std::optional<OnlyOn> pinned;
     if (!cpu_set.empty()) pinned.emplace(mask);
-#endif
     for (int i = caller_works ? 1 : 0; i < count; ++i) threads.emplace_back([this] { work(); });
 }
 

@@ -253,6 +253,7 @@ def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     try:
         # As env:// does, this uses torchrun's own store if there is one.
         store = _store_at(f"tcp://{address}", launch.rank, launch.world_size, timeout)
+        # No device_id: later groups, also a user's of some ranks, would be split off this one by all of its ranks.
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, OSError) as error:  # these include torch's DistError and timeouts
         _stores.clear()  # how often the other ranks came is not known
