@@ -75,6 +75,7 @@ def test_dry_run(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> No
         "2     cpu     1          4-7   2              4",
         f"each runs: {sys.executable} -u train.py --lr 0.1 --dry-run 'a b'",
     ]
+    assert "there is no script train.py here" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -138,10 +139,10 @@ def test_limits(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Non
     planned(monkeypatch)
     monkeypatch.setattr(launch.machine, "shared_free_bytes", lambda: 64 << 20)
     monkeypatch.setattr(launch.machine, "locked_limit_bytes", lambda: 8 << 20)
-    assert "/dev/shm has 64.0 MiB" in cli("launch", "--nproc", "2", "--dry-run", "x.py").err
-    assert cli("launch", "--nproc", "1", "--dry-run", "x.py").err == ""
+    assert "/dev/shm has 64.0 MiB" in cli("launch", "--nproc", "2", "--dry-run", "-m", "x").err
+    assert cli("launch", "--nproc", "1", "--dry-run", "-m", "x").err == ""
     monkeypatch.setattr(launch.machine, "visible_gpus", lambda: {"cuda:0": "0000:1a:00.0"})
-    shared, locked = cli("launch", "--nproc", "1", "--dry-run", "x.py").err.splitlines()
+    shared, locked = cli("launch", "--nproc", "1", "--dry-run", "-m", "x").err.splitlines()
     assert "docker run --shm-size" in shared
     assert "may lock 8.0 MiB of memory" in locked and "ulimit -l unlimited" in locked
 

@@ -130,8 +130,8 @@ def choose_device(settings: ModelSettings) -> torch.device:
     if settings.device == "cpu" or found is None:
         if settings.stream:
             raise terminal.SettingsError(
-                "--stream copies parameters to an accelerator, and training is on the CPU, where they are already: "
-                "leave it out"
+                "--stream (offload_param in a file) copies parameters to an accelerator, and training is on the CPU, "
+                "where they are already: leave it out"
             )
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used

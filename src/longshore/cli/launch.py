@@ -44,10 +44,13 @@ def launch(context: typer.Context) -> None:
 
         for finding in limit_findings(machine.shared_free_bytes(), machine.locked_limit_bytes(), gpus):
             warn(f"{finding.what}: {finding.do}")
+    missing = not (arguments.module or arguments.no_python or os.path.exists(arguments.training_script))
     if arguments.dry_run:
+        if missing:
+            warn(f"there is no script {arguments.training_script} here")
         print_lines(_page(bindings, [*program, arguments.training_script, *arguments.training_script_args]))
         return
-    if not (arguments.module or arguments.no_python or os.path.exists(arguments.training_script)):
+    if missing:
         raise CommandError(f"there is no script {arguments.training_script}")
     _run(arguments, program, bindings)
 
