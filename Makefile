@@ -10,8 +10,9 @@ SANITIZERS := address,undefined thread
 # Three processes for two cores: ranks often wait for each other. Each takes a third of the tests in the order of
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
+QUICK := not medium and not slow
 
-.PHONY: setup demo simulated-device test test-device test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -27,14 +28,19 @@ demo: $(SETUP) $(SIMULATED)
 	PYTHONPATH=tests $(BIN)/python -m simulated_device.demo
 
 test: $(SETUP) test-device
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)"
 
 # Tests in processes whose accelerator is the simulated one.
 ON_DEVICE := --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py \
 	tests/engine/test_on_device.py tests/test_activations.py tests/streaming tests/cli/test_streaming.py \
 	tests/optim/test_device.py tests/checkpoint/test_device.py
 test-device: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" $(ON_DEVICE)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(QUICK)" $(ON_DEVICE)
+
+# What CI runs besides: tests that take seconds, and more rows of most tables.
+test-medium: $(SETUP) $(SIMULATED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "medium and not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and medium and not slow" $(ON_DEVICE)
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)

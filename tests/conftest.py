@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import leave_to_slow
+from covering import divide
 from hypothesis import HealthCheck, settings
 from on_device import compiles_triton, device_type
 from ranks import Ranks
@@ -39,7 +39,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_to_slow(items)
+    divide(items)
     skip_what_is_refused(items)
     if text := config.getoption("--tenth-of"):
         chosen = [zlib.crc32(f"{text} {item.nodeid}".encode()) % 10 == 0 for item in items]

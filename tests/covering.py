@@ -7,6 +7,10 @@
 - ``make test-full`` (marked ``slow`` and ``full``): the others.
 
 A row that is marked ``slow`` by hand is never one of ``make test``, and one that is marked ``full`` in neither.
+
+``@pytest.mark.quick(strength)`` leaves rows of ``make test`` to ``make test-medium`` (marked ``medium``): all but so
+many that every ``strength`` values of different parameters meet in one; with 0 all but one. It is for any test with
+parameters, with ``covering`` or without.
 """
 
 from __future__ import annotations
@@ -20,16 +24,9 @@ from typing import Any
 import pytest
 
 
-def leave_to_slow(items: list[pytest.Item]) -> None:
+def divide(items: list[pytest.Item]) -> None:
     """Mark the rows of all tables; what is marked ``full`` is ``slow`` as well."""
-    tables: dict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None:
-            tables[item.nodeid.partition("[")[0]].append(item)
-    for rows in tables.values():
-        mark = rows[0].get_closest_marker("covering")
-        assert mark is not None
-        (strength,) = mark.args
+    for strength, rows in _tables(items, "covering"):
         rows = [row for row in rows if row.get_closest_marker("full") is None]
         rows.sort(key=lambda row: row.get_closest_marker("slow") is not None)
         values = [row.callspec.params for row in rows]
@@ -41,6 +38,21 @@ def leave_to_slow(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("full") is not None:
             item.add_marker("slow")
+    for strength, rows in _tables(items, "quick"):
+        rows = [row for row in rows if row.get_closest_marker("slow") is None]
+        chosen = covering([row.callspec.params for row in rows], strength)
+        for number in set(range(len(rows))).difference(chosen):
+            rows[number].add_marker("medium")
+
+
+def _tables(items: list[pytest.Item], mark: str) -> list[tuple[int, list[pytest.Function]]]:
+    """Return the argument of each test that has a mark, and the test's rows."""
+    tables: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker(mark) is not None:
+            tables[item.nodeid.partition("[")[0]].append(item)
+    found = [(rows[0].get_closest_marker(mark), rows) for rows in tables.values()]
+    return [(marked.args[0], rows) for marked, rows in found if marked is not None]
 
 
 def covering(rows: Sequence[Mapping[str, Any]], strength: int, chosen: Iterable[int] = ()) -> list[int]:

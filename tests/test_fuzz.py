@@ -50,6 +50,7 @@ def first_finding() -> tuple[Case, Finding]:
     raise AssertionError("nothing was found")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "plant", [second_gradients_are_dropped, steps_count_twice, the_last_parameter_is_left_out], ids=lambda f: f.__name__
 )
@@ -65,12 +66,14 @@ def test_a_planted_fault_is_found_and_shrunk_to_a_few_lines(
     assert run(program, case.compare_states).finding is None
 
 
+@pytest.mark.medium
 def test_without_a_fault_nothing_is_found() -> None:
     outcomes = [run(case.program, case.compare_states) for seed in SEEDS for case in [Case(seed, PLAIN_LOOPS)]]
     assert all(outcome.finding is None for outcome in outcomes), [outcome.finding for outcome in outcomes]
     assert sum(outcome.steps for outcome in outcomes) > 50
 
 
+@pytest.mark.medium
 def test_without_a_fault_nothing_is_found_in_engines() -> None:
     outcomes = [run(case.program, case.compare_states) for seed in range(8) for case in [Case(seed, engine=True)]]
     assert all(outcome.finding is None for outcome in outcomes), [outcome.finding for outcome in outcomes]
@@ -97,6 +100,7 @@ ONE_HEAD_EACH = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_engine_on_two_ranks_is_compared_on_both(stage: int, two_ranks: Ranks) -> None:
     program = [each.format(stage=stage) for each in ONE_HEAD_EACH]

@@ -171,6 +171,7 @@ def modules_after(code: str) -> set[str]:
 HEAVY = {"transformers", "accelerate", "lightning", "matplotlib", "typer", "rich", "safetensors"}
 
 
+@pytest.mark.medium
 def test_importing_longshore_is_light() -> None:
     assert not modules_after("longshore.__version__") & {*HEAVY, "torch", "numpy"}
     loaded = modules_after("longshore.AdamW")

@@ -9,6 +9,7 @@ from mutants import MUTANTS, Mutant
 from mutants.mutant import what_does_not_apply
 
 
+@pytest.mark.medium
 def test_every_mutant_changes_one_place_is_code_and_has_tests() -> None:
     stale = what_does_not_apply(MUTANTS)
     assert not stale, "\n".join(["mutants that no longer apply:", *stale])

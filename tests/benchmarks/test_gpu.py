@@ -151,6 +151,7 @@ def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     assert [row.verdict for row in table.values() if row.goal] == [MET, MET]
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_scale")
 @pytest.mark.parametrize(
     "key, value", [("losses", [3.0, 2.0, 1.5]), pytest.param("weights_sha256", "b", marks=pytest.mark.slow)]

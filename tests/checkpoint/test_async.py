@@ -41,6 +41,7 @@ quiet = pytest.mark.filterwarnings("ignore:torch.optim.* has no kernel")
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @quiet
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_what_fails_is_raised_by_the_next_call(
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
+@pytest.mark.medium
 def test_the_filters_of_warnings_stay(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.save_under_other_filters, str(tmp_path))
 

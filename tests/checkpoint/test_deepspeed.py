@@ -35,6 +35,7 @@ def brought(source: Path, out: Path, tag: str | None = None) -> Path:
         return import_deepspeed(source, out, tag)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_all_of_it_is_there(name: str, stage: int, tmp_path: Path) -> None:
@@ -318,6 +319,7 @@ def nested() -> Any:
     return value
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("make", "match"),
     [

@@ -36,6 +36,7 @@ def state_of(model: Any, optimizer: Any) -> list[Tensor]:
     return [*(parameter.detach().cpu().clone() for parameter in parameters), *states]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("device", ["cpu", NONE])
 def test_training_goes_on(device: str, ahead: bool, tmp_path: Path, triton_on_the_device: bool) -> None:

@@ -272,6 +272,7 @@ def test_all_kinds_of_tensors(tmp_path: Path) -> None:
     assert all(cast[name].dtype == torch.float16 for name in changed)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks(stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
     setting = resume_cases.Setting(stage)
@@ -428,6 +429,7 @@ class Stopped(BaseException):
     pass
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("error", [Stopped(), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("moment", ["write", "finish", "index", "rename"])
 def test_interrupted(

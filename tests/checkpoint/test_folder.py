@@ -182,6 +182,7 @@ def end_of_replacing(root: Path, at: int, error: BaseException, names: tuple[str
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("names", [("rename",), CALLS_OF_COMMIT])
 @pytest.mark.parametrize("error", [Stop(), OSError(errno.EIO, "bad disk")], ids=["ends", "fails"])
 def test_replacing_that_ends_half_way(error: BaseException, names: tuple[str, ...], tmp_path: Path) -> None:
@@ -221,6 +222,7 @@ POINTERS: list[Callable[[Path], Any]] = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("lay", POINTERS, ids=map(str, range(len(POINTERS))))
 def test_a_pointer_that_is_gone_or_garbage(lay: Callable[[Path], Any], tmp_path: Path) -> None:
     for number, tag in enumerate(("b", "c", "a")):
@@ -270,6 +272,7 @@ def test_the_pointer_goes_before_age(tmp_path: Path) -> None:
 # -- damage -------------------------------------------------------------------
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", [TENSORS, "state.json", "metadata.json", "manifest.json", "rank-00000.json"])
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 5)], ids=["bit", "gone", "short"])
 def test_a_damaged_one(name: str, damage: Callable[[Path], Any], tmp_path: Path) -> None:

@@ -575,10 +575,12 @@ def test_a_tensor_that_is_named_twice_is_copied_once(tmp_path: Path) -> None:
 # -- many of them -------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_reading(victim: Victim) -> None:
     play(victim, 264, check_reading, 0)
 
 
+@pytest.mark.medium
 def test_loading(victim: Victim) -> None:
     play(victim, 36, check_loading, 1_000_000)
 

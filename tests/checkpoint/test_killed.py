@@ -106,6 +106,7 @@ def check(about: Run, seed: int, kills: int) -> None:
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize(("stage", "async_save"), [(1, True), (2, True), (3, False)])
 def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, tmp_path: Path) -> None:

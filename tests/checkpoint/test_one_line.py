@@ -98,6 +98,7 @@ _WRAPPERS = {
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("loading", _WRAPPERS)
 @pytest.mark.parametrize("saving", _WRAPPERS)
 def test_wrapped_models_are_the_same(saving: str, loading: str, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def test_tensors_that_only_a_wrapper_tells_apart_are_two(tmp_path: Path) -> None
         longshore.load(tmp_path, _Parallel(model))
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("saving", "loading"), [("plain", "fsdp"), ("fsdp", "plain"), ("fsdp", "fsdp")])
 def test_shards_and_whole_tensors(saving: str, loading: str, two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save, saving, str(tmp_path))
@@ -332,6 +334,7 @@ def test_a_rank_that_does_not_save_is_an_error(tmp_path: Path) -> None:
         ranks.stop()
 
 
+@pytest.mark.medium
 def test_stages_save_again(tmp_path: Path, four_ranks: Ranks) -> None:
     four_ranks(cases.stages_saved_again, str(tmp_path))
 

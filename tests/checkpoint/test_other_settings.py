@@ -150,6 +150,7 @@ def test_settings_that_change_no_bit(tmp_path: Path) -> None:
     assert warned(speed, str(tmp_path)) == []  # one rank sends nothing
 
 
+@pytest.mark.medium
 def test_between_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks(each_between, str(tmp_path))
     for name, said, unchanged in first:

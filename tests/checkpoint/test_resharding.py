@@ -28,6 +28,7 @@ def check(run_on: RunOn, saving: int, first: Setting, loading: int, second: Sett
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("saving", "loading"), COUNT_PAIRS)
 def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
     """Of stages, places and tiles that differ, too."""
@@ -47,6 +48,7 @@ def test_every_stage(turn: int, first_stage: int, second_stage: int, run_on: Run
     check(run_on, saving, Setting(first_stage), loading, Setting(second_stage, tile_numel=11), tmp_path)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), (3, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_large_tensors_are_shared_out(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
     saved = run_on(saving, cases.save_shared_out, Setting(saving % 3), str(tmp_path))
@@ -57,6 +59,7 @@ def test_large_tensors_are_shared_out(saving: int, loading: int, run_on: RunOn, 
     assert files == {1, saving}
 
 
+@pytest.mark.medium
 def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.save_whole, Setting(), str(tmp_path))
     said = three_ranks(cases.warned, Setting(), str(tmp_path))

@@ -35,6 +35,7 @@ def check(ranks: Ranks | None, first: Setting, second: Setting, folder: Path) ->
         cases.check_same(other["end"], one["end"])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("first", "second"), [*(pytest.param(*row, marks=pytest.mark.slow) for row in FEW[:-1]), FEW[-1]]
 )
@@ -56,6 +57,7 @@ def test_one_rank(first: Setting, second: Setting, tmp_path: Path) -> None:
     check(None, first, second, tmp_path)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("optimizer", ["Adam", "Lion", "Adagrad", "SGD", "RMSprop", "NAdam"])
 @pytest.mark.filterwarnings("ignore:torch.optim.* has no kernel")
 def test_every_optimizer(optimizer: str, tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ def test_half_of_a_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     assert not (tmp_path / "half").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", [pytest.param(Setting(2, "split"), marks=pytest.mark.slow), Setting(3)])
 def test_nor_on_any_rank(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save_whole, setting, str(tmp_path))
@@ -82,12 +85,14 @@ def test_buffers_are_those_of_one_rank(stage: int, two_ranks: Ranks, tmp_path: P
         assert len(found) == 6 and all(bool((buffer == 1).all()) for buffer in found), found
 
 
+@pytest.mark.medium
 def test_broken_on_one_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save_whole, Setting(), str(tmp_path))
     for found in two_ranks(cases.broken_on_one_rank, Setting(), str(tmp_path)):
         cases.check_same(found, saved[0], but=("norm",))
 
 
+@pytest.mark.medium
 def test_replaced_while_it_is_read(two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save_whole, Setting(), str(tmp_path))
     for found in two_ranks(cases.replaced_while_it_is_read, Setting(), str(tmp_path)):

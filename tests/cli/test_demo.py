@@ -193,6 +193,7 @@ def test_the_sign_of_zero_is_a_bit(dtype):
     assert comparison.differing({"a": -zeros}, {"a": -zeros}) == []
 
 
+@pytest.mark.medium
 def test_seconds_choose_the_steps(cli, text, monkeypatch):
     monkeypatch.setattr(comparison.LocalContestant, "seconds_per_step", property(lambda _: 0.5))
     assert (

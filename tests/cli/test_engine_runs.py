@@ -132,6 +132,7 @@ class TestFile:
         run = alone.run["settings"]
         assert run["optimizer"]["clip"] == 0.5 and run["engine"]["config"]["stage"] == 2
 
+    @pytest.mark.quick(0)
     @pytest.mark.parametrize(
         "change, option",
         [
@@ -278,6 +279,7 @@ class TestFile:
         assert ran.code == 2
         assert f"ds.json: {message}; change one, or leave the option out" in ran.refused()
 
+    @pytest.mark.quick(0)
     @pytest.mark.parametrize("every, options", [(1, []), (2, []), (None, ["--log-every", "1"])])
     def test_a_step_has_one_line(self, train, config, results, tmp_path, every, options):
         """steps_per_print of the file is --log-every, and the engine prints no line beside it."""
@@ -330,6 +332,7 @@ def test_the_cpu_beside_cuda(train, monkeypatch):
 
 
 class TestTwoRanks:
+    @pytest.mark.medium
     @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
     def test_equals_one_process(self, two_ranks, micro, trained, results, tmp_path, stage):
         """Each rank has every second batch of what one process has as two backwards; and the files are written once."""
@@ -351,6 +354,7 @@ class TestTwoRanks:
         assert min(norms) > 0.5, "nothing was clipped"
         assert ours.metrics("validation") == one.metrics("validation")
 
+    @pytest.mark.medium
     @pytest.mark.needs_torch("stage 3")
     def test_from_a_folder_that_rank_0_reads(self, two_ranks, text, tmp_path):
         """Its tied weights are one tensor in the file that is written, at every stage."""
@@ -559,6 +563,7 @@ class TestMuon:
             in train("--config", config(), "--optimizer", "muon").refused()
         )
 
+    @pytest.mark.medium
     def test_goes_on(self, train, results, tmp_path):
         common = ["--optimizer", "muon", "--schedule", "constant", "--save-every", "1", "--log-every", "1"]
         whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -58,6 +58,7 @@ def by_hand(dtype: str, loop: LoopSettings, optimizer: OptimizerSettings) -> tup
     return trained, losses
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.5])

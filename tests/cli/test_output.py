@@ -193,6 +193,7 @@ class TestFullDisk:
         assert (ran.code, ran.err, len(moments)) == (0, "", 2)
         assert not results(tmp_path / "run").differing(whole)
 
+    @pytest.mark.quick(0)
     @pytest.mark.parametrize("options", [[], ["--stage", "0"]], ids=["optimizer", "engine"])
     @pytest.mark.parametrize("attempts", [{1}, {3}], ids=["a checkpoint", "the last checkpoint"])
     def test_a_checkpoint_that_cannot_be_written(

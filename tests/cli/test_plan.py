@@ -351,6 +351,7 @@ def test_a_size_of_train(cli):
     assert planned(cli, "--layers", "1", *GPU)["model"]["parameters"] > 133_440, "one layer of the default size"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_choices_that_are_asked_for(cli, llama, gpus):
     common = (llama(), *GPU, "--gpus", gpus)
@@ -375,6 +376,7 @@ def test_a_module_of_the_current_folder(cli, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "models_of_mine")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["Muon", "muon"])
 def test_muon(cli, llama, tmp_path, name):
     found = planned(cli, llama(), *GPU, "--optimizer", name)

@@ -58,6 +58,7 @@ def without_times(records):
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("options", [*ENGINE, *ALONE], ids=" ".join)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monkeypatch, tmp_path, results):
@@ -124,6 +125,7 @@ def test_what_cannot_go_on(train, trained, tmp_path):
     assert "is another one" in train("--resume", "--out", out).refused()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [[], ["--stage", "1", "--dtype", "bf16"]], ids=["alone", "engine"])
 def test_more_steps(options, train, tmp_path, results):
     run = [*options, "--schedule", "constant", "--warmup", "2", "--save-every", "3"]
@@ -184,6 +186,7 @@ def test_more_steps_of_a_schedule_that_follows_from_them(train, tmp_path):
     assert "scheduler in --config" in other and "--schedule" not in other
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "name, value",
     [
@@ -205,6 +208,7 @@ def test_another_configuration_whose_bits_differ_is_refused(name, value, train, 
     assert " in --config " in train("--resume", "--out", out, "--config", config).refused()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spelled", [["--resume", "auto"], ["--resume=auto"], ["--resume-auto"]], ids="".join)
 def test_one_line_for_a_script_that_is_queued_again(spelled, train, tmp_path, results, interrupted):
     out = tmp_path / "run"
@@ -240,6 +244,7 @@ def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):
     assert "no checkpoint yet: from the beginning" in ran.out
 
 
+@pytest.mark.medium
 def test_another_number_of_ranks(two_ranks, train, text, tmp_path, results):
     """One process with two backwards a step goes on where two ranks with one each stopped."""
     common = ["--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--save-every", "2"]
@@ -254,6 +259,7 @@ def test_another_number_of_ranks(two_ranks, train, text, tmp_path, results):
     assert results(tmp_path / "stopped").differing(results(tmp_path / "whole")) == []
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 def test_another_order_of_sums(two_ranks, train, text, tmp_path):
     """Several backwards on several ranks are added in an order of the stage, and not in that of one rank."""

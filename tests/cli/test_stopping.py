@@ -63,6 +63,7 @@ def send(monkeypatch):
     return patch
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "number, name, code",
     [

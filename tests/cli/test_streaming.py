@@ -22,6 +22,7 @@ STREAMED = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", STREAMED, ids=" ".join)
 def test_weights_are_those_without(options, trained, train, tmp_path, results):

@@ -22,6 +22,7 @@ def test_the_same_command_gives_the_same_weights(trained):
     assert trained("--dtype", "bf16").differing(trained("--dtype", "bf16")) == []
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "options",
     [

@@ -38,6 +38,7 @@ def ran(world_size: int, folder: Path, request: pytest.FixtureRequest, function:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_equals_the_same_training_by_longshore_and_by_plain_pytorch(

@@ -40,6 +40,7 @@ NOT_RUN = {
 """By page and how the block begins. A line more has to be argued for: what can run in a small form does."""
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("chain", list(cases()))
 def test_runs(chain: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     make_folder(tmp_path)

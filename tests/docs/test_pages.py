@@ -23,11 +23,13 @@ from scripts.docs.generated import DOCS, GENERATED
 from scripts.docs.messages import SOURCE, Message, messages, messages_of
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_is_generated_is_current(name: str) -> None:
     assert (DOCS / name).read_text() == GENERATED[name](), "run: python -m scripts.docs"
 
 
+@pytest.mark.medium
 def test_the_command_says_what_is_out_of_date(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +51,7 @@ def test_every_exception_is_on_the_page() -> None:
     assert raised <= set(advice.BY_CLASS)
 
 
+@pytest.mark.medium
 def test_every_message_is_on_the_page() -> None:
     """Counted in another way: each literal text that is raised is in the page, up to its first filled-in value."""
     page = re.sub(r"\\(.)", r"\1", errors_page.page())

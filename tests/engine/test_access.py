@@ -11,6 +11,7 @@ from longshore import utils
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
@@ -24,6 +25,7 @@ def test_two_ranks_edit_states_that_were_handed_out(stage: int, two_ranks: Ranks
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: Ranks) -> None:
@@ -36,6 +38,7 @@ def test_frozen_parameters_are_read_and_written(stage: int, dtype: torch.dtype, 
     two_ranks(access_cases.frozen_members, stage, dtype)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_state_is_written_while_gradients_travel(stage: int, two_ranks: Ranks) -> None:
     assert min(two_ranks(access_cases.write_while_gradients_travel, stage)) > 0

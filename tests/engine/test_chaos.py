@@ -28,6 +28,7 @@ def play(seeds: range, two_ranks: Ranks) -> Counter[str]:
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 @pytest.mark.parametrize("first", [100, pytest.param(100 + _FEW, marks=pytest.mark.slow)])
 def test_a_few_schedules(first: int, two_ranks: Ranks) -> None:

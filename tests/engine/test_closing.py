@@ -31,6 +31,7 @@ def test_one_backward(stage: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks(closing_cases.trained, both(ONE, ONE), stage, dtype) == [[IN_BACKWARD] * 2] * 2
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_travel_with_the_last_backward(stage: int, dtype: torch.dtype, two_ranks: Ranks) -> None:

@@ -61,6 +61,7 @@ def test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward(stage
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @STAGES
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("failing", [[0], [0, 1]], ids=str)
@@ -143,6 +144,7 @@ def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
     assert "lr must be a number of at least 0" in said[1]
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_a_gradient_that_was_reduced_cannot_be_taken_out(stage: int, ranks: list[int], two_ranks: Ranks) -> None:
@@ -174,6 +176,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ra
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "stage",
     [
@@ -223,6 +226,7 @@ def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
         assert later.startswith("BrokenStateError: an earlier step failed half way on this or another rank")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_rank_is_told_which_one_ended(stage: int, three_ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"^rank 2: ended with exit code -9$"):
@@ -234,6 +238,7 @@ def test_every_rank_is_told_which_one_ended(stage: int, three_ranks: Ranks, tmp_
         assert float(seconds) < 10
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_that_was_destroyed_leaves_no_thread_and_no_socket(stage: int, two_ranks: Ranks) -> None:
     for first, *later in two_ranks(failure_cases.left_by_engines, stage):

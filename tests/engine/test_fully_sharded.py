@@ -115,6 +115,7 @@ def test_a_modules_zero_grad_discards_while_its_parameters_are_gathered(part: st
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_training_goes_on(where: str, ranks: list[int], two_ranks: Ranks) -> None:
@@ -134,6 +135,7 @@ def check_told(said: list[list[str]], raised: list[int]) -> None:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=str)
 @pytest.mark.parametrize(
     "path, where, raw",
@@ -163,6 +165,7 @@ def test_an_exception_in_an_accumulation_window(where: str, two_ranks: Ranks) ->
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @DTYPES
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -170,6 +173,7 @@ def test_activation_checkpointing(reentrant: bool, backwards: int, dtype: torch.
     two_ranks(cases.recomputed, reentrant, dtype, backwards)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_prefetch(ahead: int, two_ranks: Ranks) -> None:
     two_ranks(cases.prefetched, ahead)
@@ -191,11 +195,13 @@ def test_four_ranks_have_the_bits_of_stage_2(dtype: torch.dtype, four_ranks: Ran
     four_ranks(cases.equal_to_stage_2, dtype)
 
 
+@pytest.mark.medium
 @DTYPES
 def test_replicas_of_shards(dtype: torch.dtype, four_ranks: Ranks) -> None:
     four_ranks(cases.replicas_of_shards, dtype)
 
 
+@pytest.mark.medium
 def test_memory(two_ranks: Ranks) -> None:
     """Beside its shards a rank has at most two blocks, their parameters and their gradients, and what of its shards of
     gradients may be on its way to the host: here half a block."""
@@ -227,17 +233,20 @@ def test_a_model_that_the_user_sharded(dtype: torch.dtype, two_ranks: Ranks) -> 
     two_ranks(cases.sharded_by_the_user, dtype)
 
 
+@pytest.mark.medium
 def test_frozen_and_thawed(two_ranks: Ranks) -> None:
     two_ranks(cases.frozen_and_thawed)
     two_ranks(cases.thawed_after_forward)
     two_ranks(cases.frozen_while_gathered)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("handles", ["shards", "model", "former"])
 def test_frozen_and_thawed_while_gathered(handles: str, two_ranks: Ranks) -> None:
     two_ranks(cases.thawed_while_gathered, handles)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("then", ["forward", "backward", "state"])
 @pytest.mark.parametrize("handles", ["shards", "model"])
 def test_written_while_gathered(handles: str, then: str, two_ranks: Ranks) -> None:

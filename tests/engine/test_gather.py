@@ -17,6 +17,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @DTYPES
 @KINDS
 def test_every_handle_reads_whole_values(kind: str, dtype: torch.dtype, two_ranks: Ranks) -> None:
@@ -24,6 +25,7 @@ def test_every_handle_reads_whole_values(kind: str, dtype: torch.dtype, two_rank
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @DTYPES
 @KINDS
 def test_every_handle_writes_whole_values(kind: str, dtype: torch.dtype, two_ranks: Ranks) -> None:
@@ -31,6 +33,7 @@ def test_every_handle_writes_whole_values(kind: str, dtype: torch.dtype, two_ran
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("rank", [0, 1, None])
 @pytest.mark.parametrize("way", cases.WRITES)
 @KINDS
@@ -46,6 +49,7 @@ def test_a_write_without_a_writer_is_an_error_on_all_ranks(
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("when", [cases.changed_outside, cases.changed_before_the_step], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("what", cases.OUTSIDE)
@@ -71,12 +75,14 @@ def test_groups_of_parameters_from_before(two_ranks: Ranks) -> None:
         assert "ValueError: parameter 1.0, of shape [3], is not one of the model that initialize() was given" in said
 
 
+@pytest.mark.medium
 @DTYPES
 def test_whole_tensors_are_loaded_into_shards(dtype: torch.dtype, two_ranks: Ranks) -> None:
     for said in two_ranks(cases.loaded_as_a_whole, dtype):
         assert said.startswith("ParameterError: load_state_dict(assign=True) would put another tensor"), said
 
 
+@pytest.mark.medium
 @KINDS
 def test_a_gradient_of_a_handle(kind: str, two_ranks: Ranks) -> None:
     for (said,) in two_ranks(cases.differentiated, kind):
@@ -95,6 +101,7 @@ def test_blocks_inside_blocks(two_ranks: Ranks) -> None:
         assert len(said) == 1 and "blocks.1.up.weight was written without modifier_rank" in said[0]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("modifier_rank", [None, 1])
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_an_exception_inside(ranks: tuple[int, ...], modifier_rank: int | None, two_ranks: Ranks) -> None:

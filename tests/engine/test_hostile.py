@@ -45,6 +45,7 @@ def test_an_expanded_buffer_becomes_rank_0s(two_ranks: Ranks) -> None:
     assert two_ranks(hostile_cases.expanded_buffer) == [[20.0], [20.0]]
 
 
+@pytest.mark.medium
 def test_a_collective_in_backward_while_a_head_is_idle_on_one_rank(two_ranks: Ranks) -> None:
     for seconds in two_ranks(hostile_cases.collective_in_backward, 1):
         assert seconds < 5

@@ -11,6 +11,7 @@ STAGES = pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.
 INTERRUPTED = pytest.mark.parametrize("interrupted", [[0], [0, 1]], ids=str)
 
 
+@pytest.mark.medium
 @STAGES
 @INTERRUPTED
 def test_ctrl_c_after_the_ranks_agreed_is_taken_when_the_step_is_whole(
@@ -25,6 +26,7 @@ def test_ctrl_c_after_the_ranks_agreed_is_taken_when_the_step_is_whole(
             assert said == [2, 2, "KeyboardInterrupt" if rank in interrupted else ""], (at, said)
 
 
+@pytest.mark.medium
 @STAGES
 @INTERRUPTED
 def test_ctrl_c_in_a_step_of_the_optimizer(stage: int, interrupted: list[int], two_ranks: Ranks) -> None:
@@ -33,6 +35,7 @@ def test_ctrl_c_in_a_step_of_the_optimizer(stage: int, interrupted: list[int], t
             assert said == [2, 1, "KeyboardInterrupt" if rank in interrupted else ""], (at, said)
 
 
+@pytest.mark.quick(0)
 @STAGES
 @INTERRUPTED
 @pytest.mark.parametrize("at", ["agreement", "preparation"])
@@ -45,6 +48,7 @@ def test_ctrl_c_before_the_commit_discards_the_window_on_all_ranks(
         assert said[rank][2].startswith("KeyboardInterrupt" if rank in interrupted else "GradientError: rank 0"), said
 
 
+@pytest.mark.medium
 @STAGES
 @INTERRUPTED
 def test_an_interrupt_that_a_step_raises_half_way_breaks_all_ranks_until_a_state_is_loaded(

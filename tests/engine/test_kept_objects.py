@@ -20,6 +20,7 @@ def test_on_one_rank(name: str) -> None:
     kept_cases.check(name, stage=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     for name in kept_cases.CHANGES:

@@ -20,18 +20,21 @@ pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 STEPS = 4
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_ranks(stage: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, dtype) == [[[]] * STEPS] * 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [1, 3])
 def test_clipping_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, torch.float32, 0.5) == [[[]] * STEPS] * 2
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -43,6 +46,7 @@ def test_stepped_ahead(stage: int, clipping: float, dtype: torch.dtype, two_rank
         assert begun > 0 and (kept, redone) == ((0, begun) if clipping else (begun, 0))
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_on_the_device(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.run, stage, torch.bfloat16, offload={"device": "none"}) == [[[]] * STEPS] * 2
@@ -74,6 +78,7 @@ def test_a_rank_on_which_a_transformation_fails(stage: int, two_ranks: Ranks) ->
     assert after.startswith("BrokenStateError") and own_after.startswith("BrokenStateError")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_rank_whose_device_has_no_memory(stage: int, two_ranks: Ranks) -> None:
     """Nothing is stepped on any rank, and training goes on."""
@@ -84,6 +89,7 @@ def test_a_rank_whose_device_has_no_memory(stage: int, two_ranks: Ranks) -> None
     assert [error for step, error in enumerate(errors + own_errors) if step % 4 != 1] == [""] * 6
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("stages", "saved_by"), [((1, 3), 2), ((3, 0), 2), ((2, 2), 2), ((0, 3), 1)])
 def test_checkpoints_go_on_with_other_ranks_and_stages(
     stages: tuple[int, int], saved_by: int, two_ranks: Ranks, tmp_path: Path
@@ -98,6 +104,7 @@ def test_checkpoints_go_on_with_other_ranks_and_stages(
     assert cases.go_on(loading, str(tmp_path), saved_by) == [[]] * 3
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_are_found_by_name(stage: int, two_ranks: Ranks) -> None:
     for same, error in two_ranks(cases.states, stage):

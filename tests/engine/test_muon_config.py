@@ -32,6 +32,7 @@ def loaded(**params: Any) -> MuonConfig:
     return config.optimizer
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(cases.configured, stage, SPLIT) == [[[]] * 3] * 2

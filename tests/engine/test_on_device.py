@@ -76,6 +76,7 @@ TWO_RANKS = {**COLUMNS, "stage": [0, 1, 2, 3], "place": ["device", "device split
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(tuple(TWO_RANKS), list(itertools.product(*TWO_RANKS.values())))
 def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, stage, place, "small", dtype, ahead, 2):
@@ -83,6 +84,7 @@ def test_two_ranks(scenario: str, dtype: str, ahead: str, stage: int, place: str
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(tuple(COLUMNS), list(itertools.product(*COLUMNS.values())))
 def test_two_ranks_with_parameters_on_the_host(scenario: str, dtype: str, ahead: str, two_devices: Ranks) -> None:
     for result in two_devices(cases.run, scenario, 3, "device streamed", "small", dtype, ahead, 2):
@@ -113,6 +115,7 @@ def test_gradients_of_one_bucket_that_are_computed_on_two_streams(stage: int, la
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage, gathers", [(0, False), (1, False), (2, False), (3, False), (3, True)])
 def test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds(
     stage: int, gathers: bool, two_devices: Ranks, tmp_path: Path

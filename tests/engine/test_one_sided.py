@@ -11,6 +11,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("before", ["", "norm"])
 def test_the_norm_on_one_rank(stage: int, before: str, two_ranks: Ranks) -> None:
@@ -51,6 +52,7 @@ def test_a_model_discards_what_one_rank_alone_had(stage: int, raw: bool, two_ran
         assert second.startswith("GradientError: rank 0 failed in this window")
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize(
     "where, failing, backwards, rounds",
@@ -86,6 +88,7 @@ def test_a_window_that_fails_after_one_that_all_ranks_discarded(stage: int, two_
     assert second == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "stage, in_forward, replicas",
     [(0, False, False), (1, False, False), (2, False, False), (3, False, False), (3, True, False), (3, True, True)],
@@ -125,6 +128,7 @@ def test_a_forward_that_fails_where_no_batch_is_skipped(stage: int, instead: str
     assert (first, second) == ([], ["RuntimeError: exploded on purpose"])
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize(
     "refused, first_says, second_says",
@@ -142,6 +146,7 @@ def test_a_refused_step_that_one_rank_tries_again(
     assert second[1] == "GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_backward_that_fails_is_told_in_the_step_of_the_others(stage: int, backwards: int, two_ranks: Ranks) -> None:

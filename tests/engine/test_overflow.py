@@ -48,6 +48,7 @@ def check(setup: Setup, overflows: list[Overflow], begin_with_good: bool, two_ra
         skips(setup, overflows, begin_with_good)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "row",
     [*FEW[:10], *(pytest.param(row, marks=pytest.mark.slow) for row in FEW[10:])],

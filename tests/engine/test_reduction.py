@@ -34,6 +34,7 @@ def test_communication_dtype(stage: int, name: str, dtype: torch.dtype, two_rank
         assert found["differs"]
 
 
+@pytest.mark.medium
 @STAGES
 def test_gradients_travel_in_their_own_dtype_and_sums_in_float32(stage: int, two_ranks: Ranks) -> None:
     bf16 = {"enabled": True, "check_grad_overflow": False}
@@ -42,6 +43,7 @@ def test_gradients_travel_in_their_own_dtype_and_sums_in_float32(stage: int, two
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_accumulation_dtype(stage: int, name: str, dtype: torch.dtype, two_ranks: Ranks) -> None:
@@ -57,6 +59,7 @@ def test_accumulation_dtype(stage: int, name: str, dtype: torch.dtype, two_ranks
         assert found["differs"] == (stage < 2)
 
 
+@pytest.mark.medium
 @STAGES
 def test_prescale_gradients(stage: int, two_ranks: Ranks) -> None:
     """Halves are added rather than the sum halved: the same bits, unless the sum is no float32 any more."""
@@ -114,6 +117,7 @@ BUCKETS = {
 """Elements of each bucket, by what one may hold."""
 
 
+@pytest.mark.medium
 @STAGES
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bucket_sizes(stage: int, overlap: bool, two_ranks: Ranks) -> None:

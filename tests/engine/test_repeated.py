@@ -72,6 +72,7 @@ def _run(commands: list[tuple[list[str], dict[str, str]]]) -> None:
         assert rank.returncode == 0 and "done" in out, errors
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "stage, count, own",
     [

@@ -15,6 +15,7 @@ from engine import starting_cases as cases
 from engine.fully_sharded_cases import config_of
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("same_state", [True, False])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rank_0_draws(stage: int, same_state: bool, two_ranks: Ranks) -> None:
@@ -34,6 +35,7 @@ def test_a_rank_that_fails_inside(empty: bool, two_ranks: Ranks) -> None:
     ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "stage, sharded_before, dtype",
     [

@@ -56,6 +56,7 @@ ROWS = [pytest.param(*row, marks=marks(row)) for row in itertools.product(*COLUM
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(tuple(COLUMNS), ROWS)
 def test_every_cell(
     scenario: str, world_size: int, stage: int, place: str, bucket: str, dtype: str, ahead: str, two_ranks: Ranks
@@ -117,6 +118,7 @@ MUON_ROWS = [
 
 @needs_muon
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(tuple(MUON_COLUMNS), MUON_ROWS)
 def test_every_cell_with_muon(where: str, scenario: str, bucket: str, dtype: str, ahead: str, two_ranks: Ranks) -> None:
     """Matrices by Muon and the rest by AdamW. Every scenario has both."""
@@ -159,6 +161,7 @@ def test_on_one_rank_the_stage_changes_nothing(stage: int, place: str) -> None:
     cases.run("accumulation of 4", stage, place, "small", "bf16", "on", 1)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Muon", marks=needs_muon)])
 @pytest.mark.parametrize("stage", COLUMNS["stage"])
 def test_for_cpu_parameters_none_is_the_same_as_cpu(stage: int, optimizer: str, two_ranks: Ranks) -> None:
@@ -166,6 +169,7 @@ def test_for_cpu_parameters_none_is_the_same_as_cpu(stage: int, optimizer: str, 
     assert cases.program(stage, "none", optimizer) == cases.program(stage, "cpu", optimizer)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_four_ranks_within_a_bound(stage: int, four_ranks: Ranks) -> None:
     """Four numbers may be added in another order than the plain loop's: a few units in the last place."""

@@ -11,6 +11,7 @@ from engine import tensor_parallel_cases as cases
 pytestmark = pytest.mark.needs_torch("stage 3")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "dtype, clip",
     [*(pytest.param(torch.float32, clip, marks=pytest.mark.slow) for clip in (None, 0.05)), (torch.bfloat16, 0.05)],
@@ -22,6 +23,7 @@ def test_the_weights_are_those_of_tensor_parallelism_alone(
     four_ranks(cases.trained, dtype, clip, (2, 2))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "shape", [(2, 1, 2), pytest.param((1, 4), marks=pytest.mark.slow)], ids=["replicas", "all ranks"]
 )
@@ -38,6 +40,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(parameter: str, four_ranks: R
     four_ranks(cases.overflowing, parameter)
 
 
+@pytest.mark.medium
 def test_one_engine_after_another(four_ranks: Ranks) -> None:
     four_ranks(cases.engines_on_one_mesh)
 
@@ -47,6 +50,7 @@ def test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named(four_rank
         assert said.startswith("GradientError: parameter extra.weight has a gradient on rank 0, 2, and none on the")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "failing", [[3], *(pytest.param(each, marks=pytest.mark.slow) for each in ([0], [1, 2], [0, 1, 2, 3]))], ids=str
 )
@@ -72,12 +76,14 @@ def test_batches(four_ranks: Ranks) -> None:
     assert sorted(first + third) == list(range(12))
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
 @pytest.mark.parametrize("on_fsdp", [False, True], ids=["alone", "with FSDP2"])
 def test_without_the_engine(on_fsdp: bool, release: bool, four_ranks: Ranks) -> None:
     four_ranks(cases.by_the_optimizer_alone, on_fsdp, release)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "what, says",
     [

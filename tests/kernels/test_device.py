@@ -170,6 +170,7 @@ def test_the_output_may_take_the_place_of_the_gradient(
     assert same_bits(found_buffer.cpu(), buffer) and same_bits(found.cpu(), gradient)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_outputs_round_ties_to_even(device: DeviceKernels, host: HostKernels, dtype: torch.dtype) -> None:
     """Every midpoint of two neighbours, and its neighbours in float32."""
@@ -321,6 +322,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 def test_accumulate_equals_the_host_kernels(device: DeviceKernels, host: HostKernels, dtype: torch.dtype) -> None:
     source = every_value(dtype)
@@ -338,6 +340,7 @@ def test_accumulate_equals_the_host_kernels(device: DeviceKernels, host: HostKer
     assert same_bits(found.cpu(), target)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 def test_reconcile_equals_the_host_kernels(device: DeviceKernels, host: HostKernels, dtype: torch.dtype) -> None:
     parameter = every_value(dtype)
@@ -364,6 +367,7 @@ def test_nothing_is_nothing(device: DeviceKernels, method: str) -> None:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("cuts", [[], [1, 16, 100], [37, 700], [5, 5, 6]], ids=str)
 @pytest.mark.parametrize("scale", [UNSCALED, SCALE], ids=["unscaled", "scaled"])
 def test_the_sum_is_the_hosts(device: DeviceKernels, host: HostKernels, cuts: list[int], scale: Scale) -> None:
@@ -550,6 +554,7 @@ def test_without_triton_it_says_what_to_install(device: DeviceKernels, monkeypat
         DeviceKernels(DEVICE)
 
 
+@pytest.mark.medium
 def test_triton_is_imported_when_it_is_used() -> None:
     code = "import sys, longshore.optim; print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

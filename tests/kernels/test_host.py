@@ -569,6 +569,7 @@ kernels.accumulate(values, values, add=True)
     assert run_python(code) == "0"
 
 
+@pytest.mark.medium
 def test_an_error_is_the_last_that_a_program_prints() -> None:
     """nanobind lists all objects that live on at the end; a thread that is still there keeps them."""
     code = """

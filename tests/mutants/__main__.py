@@ -1,6 +1,6 @@
 """Run mutants: ``python -m mutants [words of a name]``, with ``tests`` on the path (``make test-mutants``).
 
-Each mutant is made in a copy of the tree, whose tests run on the copied package. Only tests of ``make test`` count. The
+Each mutant is made in a copy of the tree, whose tests run on the copied package. Tests that are slow do not count. The
 tests that a mutant names run on an unchanged copy first: they have to pass there, and their time limits the mutant's.
 
 With ``--minutes 4 --seed TEXT`` (``make test-mutants-sample``) mutants are started until the time has passed, in an

@@ -22,6 +22,7 @@ def play(first: int, count: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(_AT_A_TIME, 100, _AT_A_TIME))]
 )

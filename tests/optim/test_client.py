@@ -54,6 +54,7 @@ def clients(kind: str, parameters: Any, options: dict[str, Any], **settings: Any
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @EVERY_TORCH
 @MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

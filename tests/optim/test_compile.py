@@ -81,6 +81,7 @@ def _backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[]
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @MODES
 @pytest.mark.parametrize(
     "program", [_inside, _step, _lengths, _backward], ids=lambda program: program.__name__.strip("_")
@@ -110,6 +111,7 @@ def test_a_graph_that_has_to_be_whole_cannot_have_a_step(release: bool) -> None:
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # inspect.py of Python 3.14
 @MODES
 def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) -> None:
@@ -137,6 +139,7 @@ def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) ->
     assert same_weights(plain_model, model)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -162,6 +165,7 @@ def test_compiled_autograd_in_an_engine_of_one_rank(stage: int, raw: bool) -> No
         engine.destroy()
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize(

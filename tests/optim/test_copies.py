@@ -36,6 +36,7 @@ WAYS = [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), through_
 WAYS_NAMED = pytest.mark.parametrize("copied", WAYS, ids=["deepcopy", "pickle", "save"])
 
 
+@pytest.mark.quick(0)
 @WAYS_NAMED
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 def test_a_copy_goes_on_with_the_copied_parameters(kind: Kind, copied: Any) -> None:

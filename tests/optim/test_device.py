@@ -31,6 +31,7 @@ def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
     model(batch(step, dtype).to(device_type())).float().pow(2).sum().backward()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
@@ -76,6 +77,7 @@ def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str, turns: bo
                 plain.refresh(index)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("device", ["cpu", NONE])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
@@ -136,6 +138,7 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
     assert begun > 0 and (kept > 0) == (clip == 1e9)
 
 
+@pytest.mark.medium
 @needs_triton
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
@@ -243,6 +246,7 @@ def test_parameters_on_two_devices_are_refused() -> None:
         longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device=device_type()))])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("release", "memory", "device"),
     [

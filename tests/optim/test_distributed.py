@@ -26,6 +26,7 @@ KINDS = pytest.mark.parametrize("kind", ["AdamW", "Adam"])
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @BACKWARDS
 @KINDS
 @pytest.mark.parametrize("layout, mode", _rows(_QUICK, cases.MODES, of_four=False))
@@ -34,6 +35,7 @@ def test_two_ranks(layout: str, mode: str, backwards: int, kind: str, two_ranks:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @BACKWARDS
 @KINDS
 @pytest.mark.parametrize("layout, mode", _rows(("TP with sequence parallel + FSDP2",), ("released",), of_four=True))

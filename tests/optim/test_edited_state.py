@@ -55,6 +55,7 @@ def names_of(kind: Kind) -> tuple[str, ...]:
     return kind.states if kind.name in ("SGD", "Lion") else ("step", *kind.states)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("options", [{}, {"release_gradients": True}], ids=["default", "released"])
 @WITH_STATES
 def test_edits_in_place_are_edits_of_the_state(kind: Kind, options: dict[str, Any]) -> None:

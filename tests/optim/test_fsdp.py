@@ -13,6 +13,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @DTYPES
 @pytest.mark.parametrize("clip", ["none", "ours", "torch"])
 def test_two_ranks_train_like_plain_torch(dtype: torch.dtype, clip: str, two_ranks: Ranks) -> None:
@@ -20,6 +21,7 @@ def test_two_ranks_train_like_plain_torch(dtype: torch.dtype, clip: str, two_ran
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize("clip", ["none", "ours"])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -52,6 +54,7 @@ def test_a_whole_state_is_cut(two_ranks: Ranks) -> None:
     two_ranks(cases.whole_state_is_cut)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("kind", "release"), [("SGD", False), ("SGD", True), ("Adagrad", True), ("Lion", False)])
 def test_other_rules_step_shards_as_the_whole(kind: str, release: bool, two_ranks: Ranks) -> None:
     two_ranks(cases.other_rule, kind, release)

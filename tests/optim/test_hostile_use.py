@@ -530,6 +530,7 @@ atexit.register(late)  # after the thread
 """
 
 
+@pytest.mark.medium
 def test_training_goes_on_after_the_main_thread_has_ended() -> None:
     run = subprocess.run([sys.executable, "-c", AFTER_MAIN], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout.split()) == (0, ["equal", "equal"]), run.stderr

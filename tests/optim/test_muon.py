@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_those_of_the_plain_loop(dtype: torch.dtype, kind: str) -> None:

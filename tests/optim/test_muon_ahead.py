@@ -95,6 +95,7 @@ def pair() -> Pair:
     return made
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("tile_numel", [300, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transfer", TRANSFERS)

@@ -44,6 +44,7 @@ def device() -> Iterator[DeviceKernels]:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype: torch.dtype, release: bool) -> None:

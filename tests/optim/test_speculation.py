@@ -112,6 +112,7 @@ def pair() -> Pair:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

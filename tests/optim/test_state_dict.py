@@ -67,6 +67,7 @@ def test_from_torch(kind: Kind, options: dict[str, Any]) -> None:
     assert ours.param_groups[0].keys() >= theirs.param_groups[0].keys()
 
 
+@pytest.mark.quick(0)
 @TORCHS
 @pytest.mark.parametrize("fused", [{}, {"fused": None}, {"fused": True}], ids=["unset", "none", "true"])
 def test_to_torch(kind: Kind, fused: dict[str, Any]) -> None:

@@ -84,6 +84,7 @@ def test_default_mode_steps_grad_as_found(
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "transfer", "tile_numel"), EVERYWHERE)
 @pytest.mark.parametrize("backwards", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -167,6 +167,7 @@ cases = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=cases)
 def test_random_training(case: dict[str, Any]) -> None:

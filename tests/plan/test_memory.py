@@ -50,6 +50,7 @@ ONE_RANK_WITH_MUON: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("case", ONE_RANK_WITH_MUON)
 def test_muon_on_one_rank(case: str) -> None:
     counted, planned = counts(*ONE_RANK_WITH_MUON[case], "Muon")
@@ -111,6 +112,7 @@ TWO_RANKS: dict[str, tuple[Any, ...]] = {
 FAST = ("stage 1", "stage 2", "stage 3", "stage 2, two dtypes, two backwards")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in TWO_RANKS]
 )
@@ -131,6 +133,7 @@ TWO_RANKS_WITH_MUON: dict[str, tuple[Any, ...]] = {
 FAST_WITH_MUON = (*(f"stage {stage}" for stage in range(4)), "one bucket, most matrices whole on one rank")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "case",
     [case if case in FAST_WITH_MUON else pytest.param(case, marks=pytest.mark.slow) for case in TWO_RANKS_WITH_MUON],

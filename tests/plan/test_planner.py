@@ -58,6 +58,7 @@ def test_a_model_that_does_not_is() -> None:
     assert not Planner(EIGHT, machine(), Job(4)).evaluate(less).fits
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_model_larger_than_the_device_is_streamed(gpus: int) -> None:
     small = machine(gpus=gpus, device_memory_bytes=(10 + 3 * gpus) * GB)
@@ -137,6 +138,7 @@ def test_what_there_is_nothing_of_or_no_kernel_for_is_refused() -> None:
     assert plan(eight, machine(), Job()).recommended.choice.offload == "none"
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("short", ["device", "host"])
 def test_what_cannot_fit_is_refused_with_by_how_much(short: str) -> None:
     small = {
@@ -186,6 +188,7 @@ def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
     assert Planner(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048)).hidden_at(choice) is None
 
 
+@pytest.mark.medium
 @pytest.mark.slow
 def test_400_billion_on_1024_ranks_is_few_jobs() -> None:
     """Time goes with the jobs that are simulated, and they not with tiles or ranks."""

@@ -31,6 +31,7 @@ def case(stage: int, raw: bool) -> None:
         assert gathered == [True] * 6
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_loss_twice(stage: int, raw: bool, two_ranks: Ranks) -> None:

@@ -43,6 +43,7 @@ def case(dtype: torch.dtype, units: tuple[str, ...]) -> None:
 
 @pytest.mark.needs_torch("stage 3")
 @pytest.mark.covering(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("units", [(), ("head", "blocks.1"), ("embedding", "head")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_full_weights_of_tied_layers(dtype: torch.dtype, units: tuple[str, ...], two_ranks: Ranks) -> None:

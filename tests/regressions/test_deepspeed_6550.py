@@ -48,6 +48,7 @@ def test_every_window_counts_alike(stage: int, discard: bool) -> None:
     case(stage, discard)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("discard", [False, True])
 def test_on_two_ranks(two_ranks: Ranks, discard: bool) -> None:
     two_ranks(case, 2, discard)

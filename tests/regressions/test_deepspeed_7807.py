@@ -25,6 +25,7 @@ def cut(stage: int) -> list[str]:
     return [name for name in found if len(shapes[name]) > 1]
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_matrices_across_boundaries(stage: int, two_ranks: Ranks) -> None:

@@ -34,6 +34,7 @@ def test_the_norm_is_that_of_all_backwards(stage: int) -> None:
     case(stage)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_two_ranks(two_ranks: Ranks, stage: int) -> None:
     two_ranks(case, stage)

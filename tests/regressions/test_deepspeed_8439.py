@@ -13,6 +13,7 @@ from ranks import Ranks
 from regressions import muon
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_clipping(stage: int, two_ranks: Ranks) -> None:

@@ -12,6 +12,7 @@ from ranks import Ranks
 from regressions import muon
 
 
+@pytest.mark.quick(0)
 @pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_several_backwards_a_step(stage: int, two_ranks: Ranks) -> None:

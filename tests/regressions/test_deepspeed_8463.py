@@ -12,6 +12,7 @@ from ranks import Ranks
 from regressions import muon
 
 
+@pytest.mark.quick(0)
 @pytest.mark.needs_torch("torch.optim.Muon")
 @pytest.mark.parametrize("offload", ["cpu", "none"])
 @pytest.mark.parametrize("stage", [1, 2])

@@ -23,6 +23,7 @@ def case(offload: str, dtype: torch.dtype) -> list[float]:
         return comparison.norms
 
 
+@pytest.mark.quick(0)
 @pytest.mark.needs_torch("stage 3")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("offload", ["cpu", "none"])

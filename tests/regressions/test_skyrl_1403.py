@@ -16,6 +16,7 @@ from support import PlainLoop, loss_of, same_weights, simulated, small_model
 import longshore
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("saved", ["state_dict", "checkpoint"])
 @pytest.mark.parametrize("stale", [0, 5])
 def test_the_loaded_step_count_is_the_one_that_counts(stale: int, saved: str, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_more_rounds_than_a_mask_has_bits(two_ranks: Ranks) -> None:
     assert two_ranks(collective_cases.many_deferred) == [[False] * 62 + [True] * 8] * 2
 
 
+@pytest.mark.quick(0)
 @WHERE
 @pytest.mark.parametrize(
     "chunk_numel, numels", list(itertools.product([1, 7, 40, 10_000], [[3, 50, 17], [1, 1], [200, 5]]))

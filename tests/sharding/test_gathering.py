@@ -59,6 +59,7 @@ def test_a_rank_that_begins_anew_is_not_taken_for_one_that_goes_on(two_ranks: Ra
     assert second == ["rank 0 failed in this window and discarded it; call zero_grad() and go on"]
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 def test_a_rank_that_waits_says_for_what(two_ranks: Ranks) -> None:
     (said,), other = two_ranks(gathering_cases.waiting)

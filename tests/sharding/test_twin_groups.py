@@ -64,5 +64,6 @@ def test_groups_of_a_former_default_group_are_not_offered(tmp_path: Path) -> Non
         ranks.stop()
 
 
+@pytest.mark.medium
 def test_where_one_part_of_the_ranks_needs_a_new_group_all_make_new_ones(three_ranks: Ranks) -> None:
     assert three_ranks(group_cases.parts) == [[None, True]] * 3

@@ -80,17 +80,20 @@ def _ends(script: str, delay_s: float, tmp_path: Path) -> tuple[list[int], list[
     return [each.returncode for each in ranks], said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_the_end_of_a_process(delay_s: float, tmp_path: Path) -> None:
     codes, said = _ends(_BEGIN + _CLOSES, delay_s, tmp_path)
     assert codes == [0, 0], said
 
 
+@pytest.mark.medium
 def test_closing_while_no_other_rank_hears_that_this_one_left(tmp_path: Path) -> None:
     codes, said = _ends(_BEGIN + _LEAVES, 0.05, tmp_path)
     assert codes == [0, 0], said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "delay_s", [0.7, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(0.3, marks=pytest.mark.slow)]
 )

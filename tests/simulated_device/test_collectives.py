@@ -13,6 +13,7 @@ from simulated_device import collective_ranks
 pytestmark = pytest.mark.simulated
 
 
+@pytest.mark.medium
 def test_every_collective(tmp_path: Path) -> None:
     command = [sys.executable, collective_ranks.__file__]
     ranks = [

@@ -38,6 +38,7 @@ def check(found: list[dict[str, int]], row: str, parameters: int) -> None:
     assert step_waits <= 10
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("parameters", NUMBERS)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("released", [False, True])
@@ -46,6 +47,7 @@ def test_a_step_of_an_optimizer(released: bool, clip: bool, parameters: int) -> 
     check(counted.of_optimizer(parameters, released, clip), f"{row}, clipped" if clip else row, parameters)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_of_an_engine(stage: int, two_devices: Ranks) -> None:
     row = f"{'engine on two ranks, ' if stage == 0 else ''}stage {stage}, clipped"

@@ -10,11 +10,13 @@ from ranks import Ranks
 pytestmark = pytest.mark.simulated
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
 def test_two_devices(stage: int, dtype: torch.dtype, two_devices: Ranks) -> None:
     assert two_devices(cases.run, stage, dtype) == [[[]] * 4] * 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_stepped_ahead(stage: int, clipping: float, two_devices: Ranks) -> None:

@@ -52,6 +52,7 @@ def trained(optimizer: longshore.AdamW, model: torch.nn.Module, stream: torch.St
             assert torch.equal(ours.cpu(), theirs), step
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("index", [0, 1])

@@ -135,6 +135,7 @@ def play(first: int, count: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # reentrant checkpoints without gradients
 @pytest.mark.parametrize("first", [0, pytest.param(AT_A_TIME, marks=pytest.mark.slow)])
 def test_a_few_schedules(first: int) -> None:

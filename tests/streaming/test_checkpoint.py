@@ -55,6 +55,7 @@ def batch(seed: int, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed)).to(device_type())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("checkpoint", [True, "cpu"])
 @pytest.mark.parametrize("release", [False, True])
 def test_gradients_are_those_of_the_plain_model(checkpoint: Any, release: bool) -> None:

@@ -58,6 +58,7 @@ def _nothing_compiled() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("first", ["compile", "stream"])
 @pytest.mark.parametrize("what", ["model", "blocks", "blocks in place"])

@@ -224,6 +224,7 @@ ROWS = list(itertools.product(CALLS, CHECKPOINTED, DTYPES, [False, True]))
 
 
 @pytest.mark.covering(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("call", "checkpointed", "dtype", "release"), ROWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # reentrant checkpoints without gradients
 def test_weights_are_those_without_streaming(call: str, checkpointed: str, dtype: str, release: bool) -> None:

@@ -253,6 +253,7 @@ def test_a_window_that_is_discarded_takes_what_waits_along(train: Any, copies: l
     training.check()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("transfer", STAGED)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("seed", range(4))

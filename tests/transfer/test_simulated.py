@@ -316,6 +316,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.medium
 def test_copies_are_done_before_python_shuts_down() -> None:
     """A thread that comes back from a copy in that moment would end the process."""
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)

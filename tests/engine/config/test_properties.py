@@ -62,6 +62,7 @@ def test_known_keys_load_or_say_why_not(file: dict[str, Any], world_size: int | 
     assert json.dumps(file) == before
 
 
+@pytest.mark.medium
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON | st.dictionaries(st.sampled_from(NAMES), JSON), max_size=5))
 def test_anything_else_is_a_config_error_too(file: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def test_refused_keys_say_what_to_do(key: Key, data: st.DataObject) -> None:
     assert said == ([] if key.is_harmless(key.kind.check(value)) else [f"is not supported: {key.what}"])
 
 
+@pytest.mark.medium
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(TABLE), st.data())
 def test_one_edit_is_recognized(key: Key, data: st.DataObject) -> None:

@@ -34,6 +34,7 @@ def test_ddp(clip: float | None, two_ranks: Ranks) -> None:
     two_ranks(cases.both, clip)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fsdp2", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_resume(fsdp2: bool, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.resumed, str(tmp_path), "kept", fsdp2)

@@ -44,6 +44,7 @@ def plain() -> Any:
     return of
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("fit", FITS)
 def test_the_weights_are_the_plain_trainers(fit: str, stage: int, plain: Any) -> None:
@@ -112,6 +113,7 @@ def ddp() -> Any:
     return functools.cache(lambda ranks: ranks(cases.fit, None)[0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks(stage: int, two_ranks: Ranks, ddp: Any) -> None:
     for found in two_ranks(cases.fit, stage):

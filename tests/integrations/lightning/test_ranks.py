@@ -32,6 +32,7 @@ def ddp() -> Any:
     return of
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_a_fit_ends_with_the_weights_of_ddp(stage: int, two_ranks: Ranks, ddp: Any) -> None:
     expected = ddp(two_ranks, "automatic")

@@ -170,6 +170,7 @@ def plain() -> Any:
     return of
 
 
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_are_the_plain_trainers(case: str, plain: Any) -> None:

@@ -407,6 +407,7 @@ def test_adapters(tmp_path: Path) -> None:
     close(mine, again)
 
 
+@pytest.mark.medium
 def test_trl(tmp_path: Path) -> None:
     """TRL's trainers compose with the mixin."""
     import trl
