@@ -48,6 +48,7 @@ def meet(found: set[tuple[str, ...]], strength: int) -> int:
 COVERING = "@pytest.mark.covering(2)"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("strength", "meetings", "most"), [(0, 1, 1), (1, 9, 5)])
 def test_few_rows_are_quick(pytester: pytest.Pytester, strength: int, meetings: int, most: int) -> None:
     marks = COVERING, f"@pytest.mark.quick({strength})"

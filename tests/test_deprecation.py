@@ -169,6 +169,7 @@ def wrong(found: Iterator[Deprecation], version: str) -> list[str]:
     return problems
 
 
+@pytest.mark.medium
 def test_nothing_is_kept_longer_or_shorter_than_announced() -> None:
     assert wrong(deprecations_in(SOURCE), longshore.__version__) == []
 

@@ -92,6 +92,7 @@ def test_every_file_is_in_a_known_room() -> None:
     assert {"errors", "layout", "kernels", "transfer", "tiles", "optim"} <= {room_of(file) for file in FILES}
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in LEVEL_OF], ids=identity)
 def test_imports_run_one_way(file: Path) -> None:
     assert wrong_imports(room_of(file), parsed(file)) == []

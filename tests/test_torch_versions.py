@@ -42,6 +42,7 @@ def test_the_oldest_is_taken_and_the_one_before_is_refused(name: str, monkeypatc
         require(name)
 
 
+@pytest.mark.medium
 def test_an_older_torch_than_all_is_refused_at_the_first_name() -> None:
     code = "import torch; torch.__version__ = '2.7.1'; import longshore; longshore.BrokenStateError; longshore.AdamW"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -164,6 +164,7 @@ def test_curves_that_differ_miss_the_goal(key: str, value: object) -> None:
     assert [row.verdict for row in rows.rows(results) if row.goal].count(MISSED) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_scale")
 def test_without_weights_nothing_is_measured() -> None:
     results = make_contest((BY_HAND,), lambda job, run: {"failed": "no transformers"}).measure()
@@ -198,6 +199,7 @@ def test_a_process_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.startswith("FileNotFoundError") and "nowhere.pt" in failed
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("deterministic")
 def test_without_preparation_all_begin_from_the_same_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contest.SCALES, "tiny", Scale(SIZE, (Point(1, 0, 2),), 0, 2, 0.5))
@@ -228,6 +230,7 @@ def test_two_pictures() -> None:
     assert all(content.startswith(b"\x89PNG") for content in pictures.values())
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_scale")
 def test_without_matplotlib_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

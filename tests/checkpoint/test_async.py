@@ -91,6 +91,7 @@ def test_no_more_memory_than_granted(setting: Setting, buffers: int, tmp_path: P
     assert bool(found["waits"]) != setting.ahead
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize(
     "setting",
@@ -127,6 +128,7 @@ def test_ctrl_c_in_destroy(two_ranks: Ranks, tmp_path: Path) -> None:
     assert [int(state["steps"][0]) for state in found] == [1, 1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("next_call", [pytest.param("save", marks=pytest.mark.slow), "destroy"])
 def test_on_whichever_rank(next_call: str, two_ranks: Ranks, tmp_path: Path) -> None:
     setting = Setting(2)

@@ -10,6 +10,7 @@ from ranks import Ranks
 from checkpoint import container_cases as cases
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "layout, released",
     [
@@ -23,6 +24,7 @@ def test_two_ranks(layout: str, released: bool, tmp_path: Path, two_ranks: Ranks
     two_ranks(cases.saved_and_loaded, layout, tmp_path, released)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "layout",
     [

@@ -90,6 +90,7 @@ def test_no_tag(tag: Any, tmp_path: Path) -> None:
             find(tmp_path, tag, RankGroup())
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("tag", ["a", "global_step5", "a b", "a.b", "-a", "latest2", "ä" * 100, "a" * 200, "模型", "*"])
 def test_tag(tag: str, tmp_path: Path) -> None:
     for number in (1, 2):

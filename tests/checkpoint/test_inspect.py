@@ -120,6 +120,7 @@ def test_steps_of_parameters_that_were_idle(tmp_path: Path) -> None:
     assert (checkpoint.optimizer.first_step, checkpoint.optimizer.last_step) == (1, 4)
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 def test_two_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(resume_cases.save_and_go_on, resume_cases.Setting(3), str(tmp_path), 1, 0)

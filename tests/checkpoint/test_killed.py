@@ -118,6 +118,7 @@ def test_killed_with_muon_and_resumed_by_one_rank(stage: int, async_save: bool, 
     assert result_of(about, world_size=1) == undisturbed(stage, "Muon") == killed_cases.plain_muon(STEPS)
 
 
+@pytest.mark.medium
 def test_killed_with_states_of_8_bits(tmp_path: Path) -> None:
     """In the middle of the run."""
     about = Run(str(tmp_path / "run"), 3, True, STEPS, states="8bit")

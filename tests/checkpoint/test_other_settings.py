@@ -159,6 +159,7 @@ def test_between_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     assert [said for _, said, _ in second] == [[]] * len(BETWEEN)  # rank 0 speaks
 
 
+@pytest.mark.medium
 def test_another_stage_after_several_plain_backwards(two_ranks: Ranks, tmp_path: Path) -> None:
     """No setting says how many there were."""
     once, once_on, twice, twice_on = two_ranks(raw_backwards, str(tmp_path))[0]

@@ -30,6 +30,7 @@ RunOn = Callable[..., list[Any]]
 # --- in the same format ---
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD"])
@@ -40,6 +41,7 @@ def test_going_on_equals_not_stopping(states: str, optimizer: str, dtype: str, a
     check(None, setting, setting._replace(place="cpu", tile_numel=64, ahead=not ahead), tmp_path)
 
 
+@pytest.mark.medium
 @pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("stage", range(4))
@@ -56,6 +58,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("saving", "loading"), [*PAIRS, (4, 3)])
 @pytest.mark.parametrize("states", ["8bit", "bf16"])
@@ -69,6 +72,7 @@ def test_other_numbers_of_ranks(states: str, saving: int, loading: int, run_on: 
         assert said == []
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 def test_a_checkpoint_in_8_bits_can_be_resharded_again_and_again(run_on: RunOn, tmp_path: Path) -> None:
     """What is read and written anew stays as it is."""
@@ -84,6 +88,7 @@ def test_a_checkpoint_in_8_bits_can_be_resharded_again_and_again(run_on: RunOn, 
 # --- in another ---
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("there", "here"), list(itertools.permutations(["fp32", "bf16", "8bit"], 2)))
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -115,6 +120,7 @@ def test_to_bfloat16_and_back_is_rounding_once(tmp_path: Path) -> None:
     assert ["bf16 to fp32" in text for text in said] == [True]
 
 
+@pytest.mark.medium
 @FORMATS
 def test_a_loaded_state_in_another_format_trains_on(states: str, tmp_path: Path) -> None:
     """As from a checkpoint in that format."""
@@ -126,6 +132,7 @@ def test_a_loaded_state_in_another_format_trains_on(states: str, tmp_path: Path)
     check_same(cases.go_on(setting, str(tmp_path / "second"), 2), one)
 
 
+@pytest.mark.quick(0)
 @FORMATS
 @pytest.mark.parametrize("other", ["same", "seed", "fp32"])
 def test_another_seed_is_said(states: str, other: str, tmp_path: Path) -> None:
@@ -180,6 +187,7 @@ def test_inspect_shows_dtypes_formats_and_the_seed(
     assert f"{states} for" in said and "; seed 0" in said
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("format", ["int4", "", 8, None, ["bf16"], {"bf16": 1}], ids=repr)
 def test_an_unknown_format_is_refused(format: Any, tmp_path: Path) -> None:
     cases.save(Setting(states="bf16"), str(tmp_path))
@@ -197,6 +205,7 @@ def test_a_seed_that_is_none_is_refused(seed: Any, tmp_path: Path) -> None:
         cases.load(Setting(states="bf16"), str(tmp_path))
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("there", "said"), [("bf16", "fp32"), ("fp32", "bf16"), ("8bit", "bf16"), ("bf16", "8bit")])
 @pytest.mark.parametrize("here", ["fp32", "bf16", "8bit"])
 def test_a_wrong_format_in_the_description_misreads_no_number(there: str, said: str, here: str, tmp_path: Path) -> None:

@@ -385,6 +385,7 @@ class TestTwoRanks:
         assert two.keys() == three.keys() and "lm_head.weight" not in two
         assert all(torch.equal(two[name], three[name]) for name in two)
 
+    @pytest.mark.medium
     def test_a_signal_to_one_rank_ends_both(self, two_ranks, micro, trained, results, tmp_path):
         out = tmp_path / "two"
         options = ["--stage", "2", "--schedule", "constant"]

@@ -304,6 +304,7 @@ def test_what_is_refused(cli, llama, monkeypatch, arguments, said):
     assert len(ran.err.strip().splitlines()) == 1
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

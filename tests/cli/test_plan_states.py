@@ -50,6 +50,7 @@ def test_the_page_says_what_each_format_takes(cli):
     assert "by --states" not in cli("plan", "--size", "small", *GPU, "--optimizer", "muon").out
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("sections", "states"),
     [

@@ -142,6 +142,7 @@ def test_more_steps(options, train, tmp_path, results):
     assert results(longer).differing(results(whole)) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [[], ["--stage", "1"]], ids=["alone", "engine"])
 def test_formats_of_states(options, train, tmp_path, results):
     """A run goes on with the same random bits, and neither with others nor in another format."""

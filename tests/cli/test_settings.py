@@ -63,6 +63,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("arguments, message", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_refused(cli, arguments, message, monkeypatch):
     monkeypatch.setattr("longshore.cli.job.read_text", lambda *_: pytest.fail("read the data"))

@@ -405,6 +405,7 @@ def test_help_does_not_wait_for_transformers():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "arguments", [["train", "--data"], ["train", "--model"], ["train", "--tokenizer"], ["demo", "--data"]], ids=" ".join
 )

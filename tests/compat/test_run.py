@@ -63,6 +63,7 @@ def test_a_module(script: Path) -> None:
     assert theirs.stdout.splitlines()[0] == ours.stdout.splitlines()[0]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "body",
     ["raise SystemExit(7)", "import sys; sys.exit('words')", "def f(): raise OSError(2, 'no', 'x')\nf()", "x ="],

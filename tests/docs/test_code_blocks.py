@@ -100,6 +100,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("where, program, arguments", COMMANDS, ids=str)
 def test_commands_have_options_that_exist(where: str, program: str, arguments: str) -> None:
     """Those of the prose too, and of blocks that are slow or do not run: read by the program's own parser, not run."""

@@ -19,6 +19,7 @@ LINES = {line for lines in sections_of(FILE.read_text()).values() for line in li
 NAMES = {re.split(r"\(|  ", line)[0] for line in LINES}
 
 
+@pytest.mark.medium
 def test_the_file_is_current() -> None:
     """In a process of its own: the list has what other tests define, too, if they define it first."""
     command = [sys.executable, "-m", "scripts.docs.public_api", "--check"]

@@ -85,6 +85,7 @@ def test_without_overlap(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(closing_cases.trained, both(ONE, ONE), stage, zero_optimization=zero) == [[IN_STEP] * 2] * 2
 
 
+@pytest.mark.quick(0)
 @STAGES
 @pytest.mark.parametrize("by", [(0, 1), (0,), (1,)], ids=str)
 def test_a_gradient_that_is_taken_out(stage: int, by: tuple[int, ...], two_ranks: Ranks) -> None:
@@ -94,6 +95,7 @@ def test_a_gradient_that_is_taken_out(stage: int, by: tuple[int, ...], two_ranks
         assert [early for early, _ in found] == [BUCKETS] * 2 and all(late > 0 for _, late in found)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("bucket_numel", [600, 100_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

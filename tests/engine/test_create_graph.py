@@ -12,6 +12,7 @@ from engine.scenarios import HEADS, inputs
 from longshore.errors import LongshoreError
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]

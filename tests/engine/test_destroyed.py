@@ -10,6 +10,7 @@ from engine import destroyed_cases
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+@pytest.mark.medium
 @STAGES
 def test_every_call_names_destroy(stage: int, two_ranks: Ranks) -> None:
     for said in two_ranks(destroyed_cases.after_destroy, stage):
@@ -18,6 +19,7 @@ def test_every_call_names_destroy(stage: int, two_ranks: Ranks) -> None:
             assert "initialize() again" in message, name
 
 
+@pytest.mark.medium
 @STAGES
 def test_its_model_can_be_given_to_another_engine(stage: int, two_ranks: Ranks) -> None:
     two_ranks(destroyed_cases.anew, stage)

@@ -13,6 +13,7 @@ from engine import failure_cases
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
@@ -202,6 +203,7 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         assert len(shown) < (40 if stage < 3 else 80), text  # torch's own hooks gather parameters
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "stage, gathering",
     [

@@ -23,6 +23,7 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "policy, units",
     [
@@ -184,6 +185,7 @@ def test_gather(stage: int, two_ranks: Ranks) -> None:
     two_ranks(cases.gathered, stage)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("discard", [False, True])
 def test_two_losses_of_one_forward(discard: bool, two_ranks: Ranks) -> None:
     two_ranks(cases.two_losses_of_one_forward, discard)

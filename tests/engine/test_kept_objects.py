@@ -15,6 +15,7 @@ from engine.files import file, started, train
 from longshore.errors import LongshoreError
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", kept_cases.CHANGES)
 def test_on_one_rank(name: str) -> None:
     kept_cases.check(name, stage=2)

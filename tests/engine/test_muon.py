@@ -70,6 +70,7 @@ def test_one_rank(stage: int) -> None:
     assert cases.run(stage, torch.float32) == [[]] * STEPS
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_on_which_a_transformation_fails(stage: int, two_ranks: Ranks) -> None:
     """All ranks are told at once, and no rank steps on with a state that is half old."""

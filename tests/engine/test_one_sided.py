@@ -19,6 +19,7 @@ def test_the_norm_on_one_rank(stage: int, before: str, two_ranks: Ranks) -> None
         assert said.startswith("RankError: the ranks do different things: rank 0 is "), said
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("before", ["", "norm"])
@@ -105,6 +106,7 @@ def test_replicas_that_discard_a_failed_window(two_ranks: Ranks) -> None:
     two_ranks(cases.replicas_discard_together)
 
 
+@pytest.mark.medium
 @STAGES
 def test_optimizer_state_is_read_in_a_later_window(stage: int, two_ranks: Ranks) -> None:
     first, second = two_ranks(cases.reads_state_after_two_failures, stage)
@@ -120,6 +122,7 @@ def test_a_forward_that_fails_on_one_rank(stage: int, two_ranks: Ranks) -> None:
     assert second == ["RuntimeError: exploded on purpose"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("instead", ["retries", "evaluates"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_forward_that_fails_where_no_batch_is_skipped(stage: int, instead: str, two_ranks: Ranks) -> None:

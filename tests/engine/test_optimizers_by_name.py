@@ -151,6 +151,7 @@ def test_clients_optimizers_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     two_ranks(optimizer_cases.clients, stage)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_a_script_keeps_of_its_optimizer_counts(stage: int, two_ranks: Ranks) -> None:
     two_ranks(optimizer_cases.what_a_script_keeps_of_its_optimizer, stage)

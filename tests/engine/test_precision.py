@@ -93,6 +93,7 @@ COURSES = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage, course", [(0, COURSES[1]), (1, COURSES[0]), (2, COURSES[0]), (2, COURSES[1])])
 def test_dynamic_loss_scale(stage: int, course: Course, two_ranks: Ranks) -> None:
     section = {"enabled": True, "loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2,

@@ -24,6 +24,7 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
     return {"stage": stage, "reduce_bucket_size": 1100, **keys}
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -71,6 +72,7 @@ def test_prescale_gradients(stage: int, two_ranks: Ranks) -> None:
         assert weight == pytest.approx(-6.0)
 
 
+@pytest.mark.medium
 @STAGES
 def test_gradient_predivide_factor(stage: int, two_ranks: Ranks) -> None:
     config = {"zero_optimization": zero(stage), "gradient_predivide_factor": 3}
@@ -80,6 +82,7 @@ def test_gradient_predivide_factor(stage: int, two_ranks: Ranks) -> None:
         assert weight == pytest.approx(-6.0)
 
 
+@pytest.mark.medium
 @pytest.mark.needs_torch("stage 3")
 def test_stages(two_ranks: Ranks) -> None:
     """0: every rank steps everything; 1: each its part; 2: and each backward is reduced by itself."""

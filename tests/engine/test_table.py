@@ -142,6 +142,7 @@ STATES_ROWS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(tuple(STATES_COLUMNS), STATES_ROWS)
 def test_every_cell_with_encoded_states(

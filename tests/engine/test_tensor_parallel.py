@@ -31,6 +31,7 @@ def test_in_other_meshes(shape: tuple[int, ...], four_ranks: Ranks) -> None:
     four_ranks(cases.trained, torch.float32, 0.05, shape)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "parameter",
     [*(pytest.param(f"blocks.0.{name}.weight", marks=pytest.mark.slow) for name in ("up", "norm")), "norm.weight"],
@@ -45,6 +46,7 @@ def test_one_engine_after_another(four_ranks: Ranks) -> None:
     four_ranks(cases.engines_on_one_mesh)
 
 
+@pytest.mark.medium
 def test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named(four_ranks: Ranks) -> None:
     for said in four_ranks(cases.used_in_one_part):
         assert said.startswith("GradientError: parameter extra.weight has a gradient on rank 0, 2, and none on the")

@@ -337,11 +337,13 @@ def test_a_parameter_without_elements_that_one_rank_used(stage: int, two_ranks: 
     assert two_ranks(window_cases.an_empty_parameter_of_one_rank, stage) == [2, 2]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_was_taken_out_of_its_group(stage: int, two_ranks: Ranks) -> None:
     two_ranks(window_cases.taken_out, stage)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_that_were_moved_to_a_new_group(stage: int, two_ranks: Ranks) -> None:
     two_ranks(window_cases.moved, stage)

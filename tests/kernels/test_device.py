@@ -98,6 +98,7 @@ def moved(segments: Sequence[TileSegment]) -> list[TileSegment]:
 # --- step_tile ---
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
 @pytest.mark.parametrize("table", TABLES)
@@ -228,6 +229,7 @@ def on_device(buffer: EncodedBuffer) -> EncodedBuffer:
     return EncodedBuffer(buffer.block.to(DEVICE, copy=True), buffer.format, buffer.own_master, *buffer.shape)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("outputs", [Outputs.WRITTEN, Outputs.COMPARED], ids=str)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
@@ -269,6 +271,7 @@ def test_a_tile_with_encoded_states_equals_the_oracle(
         assert values.isnan().any() and values.isinf().any() and (values.abs() < 2.0**-100).any()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_encoded_states_equal_the_host_kernels(device: DeviceKernels, host: HostKernels, format: StateFormat) -> None:
     """After some steps in place, at other step counts each."""

@@ -80,6 +80,7 @@ def expected_steps(
     return target, masters
 
 
+@pytest.mark.quick(0)
 @all_formats
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", ENCODABLE, ids=str)

@@ -166,6 +166,7 @@ def test_bfloat16_is_rounded_to_one_of_two_neighbours_and_on_average_to_itself(v
     assert {*found.tolist()} == ({exact} if exact in neighbours else neighbours)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("value", [1.0, 1.01, 0.7, 1.999, 0.0123, 1.7e-3, 3e-4, 1e-6])
 @pytest.mark.parametrize("sign", [1, -1])
 @CODES
@@ -297,6 +298,7 @@ def test_random_bits_belong_to_places(place: int) -> None:
     assert len({*together.tolist()}) > 4090
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "bits",
     [

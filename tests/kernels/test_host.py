@@ -62,6 +62,7 @@ def cuts(numel: int, at: list[int]) -> list[tuple[int, int]]:
 # --- step_tile against the oracle ---
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", [*RULES, *OTHER_RULES, *MOMENTUM_RULES], ids=str)
 @pytest.mark.parametrize("gradient_dtype", SUPPORTED_DTYPES, ids=str)
@@ -240,6 +241,7 @@ rules_of_one_kind = st.one_of(
 scales = st.builds(Scale, st.floats(1e-6, 10), st.just(1.0) | st.floats(1e-6, 10))
 
 
+@pytest.mark.medium
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], data: st.DataObject) -> None:

@@ -188,6 +188,7 @@ def test_compiled_and_plain_backwards_of_one_step(compiled_first: bool, release:
         assert same_weights(plain_model, model)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 def test_a_compiled_backward_after_gradients_have_left_is_an_error() -> None:
     torch._dynamo.reset()

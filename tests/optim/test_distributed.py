@@ -35,7 +35,7 @@ def test_two_ranks(layout: str, mode: str, backwards: int, kind: str, two_ranks:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.quick(0)
+@pytest.mark.medium
 @BACKWARDS
 @KINDS
 @pytest.mark.parametrize("layout, mode", _rows(("TP with sequence parallel + FSDP2",), ("released",), of_four=True))
@@ -51,6 +51,7 @@ def test_a_schedule_that_scales_gradients_is_refused_by_name(two_ranks: Ranks) -
         assert f"{held}, and div_ asked for it" in said
 
 
+@pytest.mark.medium
 def test_sums_over_ranks_are_reduced_once_a_step(two_ranks: Ranks) -> None:
     """Each rank adds its addends of two backwards, as autograd does; reducing each would round otherwise."""
     two_ranks(cases.trained, "TP with sequence parallel", "released", 2, "AdamW")

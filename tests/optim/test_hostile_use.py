@@ -429,6 +429,7 @@ def test_whatever_the_default_device(release: bool) -> None:
     assert same_weights(plain_model, model)
 
 
+@pytest.mark.medium
 @MODES
 def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> None:
     gc.collect()  # optimizers of other tests may still have threads
@@ -456,6 +457,7 @@ def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> Non
     assert threading.active_count() <= python
 
 
+@pytest.mark.medium
 @MODES
 def test_ten_thousand_small_parameters_cost_no_more_than_their_number(release: bool) -> None:
     """Counted, not timed: how often tiles are walked must not grow with parameters times parameters."""

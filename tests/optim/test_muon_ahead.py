@@ -188,6 +188,7 @@ def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     assert pair.train(2).kept == len(pair.matrices.tiles)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("failing_call", [0, 1, 3])

@@ -72,6 +72,7 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         assert all(torch.equal(value, states[1][index][key]) for key, value in entries.items())
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("Lion", {}), ("Adagrad", {}), ("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True})],

@@ -128,6 +128,7 @@ def test_parity(transfer: str, backwards: int, dtype: torch.dtype, clip: float |
         assert all(record.kept == record.begun > 2 for record in records[1:])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_clipping_that_sometimes_acts(transfer: str) -> None:
     pair = Pair(TRANSFERS[transfer])

@@ -55,6 +55,7 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 @pytest.mark.parametrize("release", [False, True])

@@ -46,6 +46,7 @@ TORCHS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick(0)
 @TORCHS
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_from_torch(kind: Kind, options: dict[str, Any]) -> None:
@@ -93,6 +94,7 @@ def test_to_torch(kind: Kind, fused: dict[str, Any]) -> None:
             assert torch.equal(ours.state[ours_one][key], value)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -61,6 +61,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 # --- against the oracle ---
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @EVERY_KIND
 @FORMATS
@@ -146,6 +147,7 @@ HOWS: dict[str, tuple[bool, Any]] = {
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("how", HOWS)
 @FORMATS

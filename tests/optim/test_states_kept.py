@@ -42,6 +42,7 @@ def go_on(model: nn.Module, optimizer: Any, plain_model: nn.Module, plain: State
         check(model, optimizer, plain_model, plain)
 
 
+@pytest.mark.quick(0)
 @EVERY_KIND
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -68,6 +68,7 @@ def check(plain: PlainLoop, models: tuple[nn.Module, nn.Module], optimizer: Any,
             assert torch.equal(optimizer.state[parameter]["master"], master)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 @pytest.mark.parametrize("write", WRITES)
@@ -139,6 +140,7 @@ def test_parameters_that_are_not_contiguous(place: str, layout: str) -> None:
         plain.refresh(0)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("place", ["direct", "simulated"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

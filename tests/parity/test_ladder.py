@@ -59,6 +59,7 @@ def summed(gradients: list[list[Tensor]]) -> list[Tensor]:
     return total
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("kind", "transfer", "tile_numel"), EVERYWHERE)
 @pytest.mark.parametrize("backwards", [1, 3])
@@ -173,6 +174,7 @@ def test_groups_keep_their_own_hyper_parameters(kind: str, release: bool) -> Non
         assert same_weights(plain_model, model), step
 
 
+@pytest.mark.quick(0)
 @EVERY_KIND
 @pytest.mark.parametrize("release", [False, True])
 def test_a_mixed_precision_model(release: bool, kind: Kind) -> None:
@@ -199,6 +201,7 @@ def test_a_mixed_precision_model(release: bool, kind: Kind) -> None:
         assert same_weights(plain_model, model)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_offload_settings_change_no_bits(dtype: torch.dtype) -> None:
     weights = []

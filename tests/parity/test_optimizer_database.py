@@ -143,6 +143,7 @@ def test_the_database_has_every_optimizer_of_torch() -> None:
     assert {info.name for info in DATABASE.optim_db} == names
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("info", "options"), [*_entries()])
 def test_each_option_trains_as_in_torch_or_is_refused_by_name(info: Any, options: dict[str, Any]) -> None:
     if words := refusal(info.name, options):

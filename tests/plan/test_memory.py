@@ -35,6 +35,7 @@ ONE_RANK: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("case", ONE_RANK)
 def test_one_rank(case: str) -> None:
     counted, planned = counts(*ONE_RANK[case])
@@ -133,7 +134,7 @@ TWO_RANKS_WITH_MUON: dict[str, tuple[Any, ...]] = {
 FAST_WITH_MUON = (*(f"stage {stage}" for stage in range(4)), "one bucket, most matrices whole on one rank")
 
 
-@pytest.mark.quick(0)
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "case",
     [case if case in FAST_WITH_MUON else pytest.param(case, marks=pytest.mark.slow) for case in TWO_RANKS_WITH_MUON],

@@ -28,6 +28,7 @@ def widest(axes: Any) -> float:
     return max(patch.get_x() + patch.get_width() for patch in axes.patches)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "model, gpus, unit, time",
     [
@@ -48,6 +49,7 @@ def test_bars_are_as_large_as_the_panel(model: PlannedModel, gpus: int, unit: st
     assert widest(lower) * time[1] == pytest.approx(times.step_s, rel=0.01)
 
 
+@pytest.mark.medium
 def test_a_colour_means_one_thing() -> None:
     plans = [plan(model, machine(gpus=gpus), Job()) for model, gpus in ((TINY, 1), (EIGHT, 8))]
     plans.append(plan(EIGHT, machine(gpus=8), Job(optimizer="Muon"), lambda choice: choice.stage == 3))
@@ -60,6 +62,7 @@ def test_a_colour_means_one_thing() -> None:
     assert {"parameters", "state", "forward", "backward", "transform", "exchange of matrices"} <= set(meanings.values())
 
 
+@pytest.mark.medium
 def test_a_limit_far_beyond_what_is_taken_is_only_named() -> None:
     for model, gpus in ((TINY, 1), (EIGHT, 8)):
         found = plan(model, machine(gpus=gpus), Job())

@@ -93,6 +93,7 @@ def test_where_activations_are_too_large_smaller_batches_are_the_advice(staged: 
         plan(SMALL, replace(small, host_bytes=1000, device_bytes=1000), Job(seq_len=1))
 
 
+@pytest.mark.medium
 def test_where_the_host_is_too_small_for_all_of_it_a_part_stays_on_the_device() -> None:
     thirteen = llama(40, 5120, 13824, 32000, "13B")
     small = machine(host_memory_bytes=128 * GB)

@@ -55,6 +55,7 @@ def counted_and_planned(case: tuple[Any, ...], states: str) -> tuple[Any, ...]:
     return (*case, *_REST[len(case) - 3 :], states)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("states", FORMATS)
 @pytest.mark.parametrize("case", ONE_RANK)
 def test_one_rank(case: str, states: str) -> None:
@@ -85,6 +86,7 @@ TWO_RANKS: dict[str, tuple[Any, ...]] = {
 FAST = ("stage 0", "stage 2", "stage 3", "stage 2, one bucket")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("case", "states"),
     [
@@ -193,6 +195,7 @@ def test_a_part_on_the_device_is_stepped_by_its_format() -> None:
 NARROW = {"host_memory_bytes": 100 * GB, "device_memory_bytes": 60 * GB}
 
 
+@pytest.mark.medium
 def test_what_fits_by_format() -> None:
     here = machine(host_memory_bytes=120 * GB)
     found = plan(EIGHT, here, Job(1))
@@ -233,6 +236,7 @@ def test_memory_of_a_host_without_devices_is_all_that_a_rank_takes() -> None:
     assert format_byte_size(taken.host_total + taken.device_total) in row
 
 
+@pytest.mark.medium
 def test_a_refusal_names_the_format_that_fits() -> None:
     small = machine(**NARROW)
     with pytest.raises(DoesNotFit, match=r"try --states bf16 \(stage 0, offload then fits\), more devices"):

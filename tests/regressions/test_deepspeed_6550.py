@@ -41,6 +41,7 @@ def case(stage: int, discard: bool) -> None:
         assert engine.micro_steps == 16 + (6 if discard else 0)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("discard", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])

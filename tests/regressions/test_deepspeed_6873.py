@@ -74,6 +74,7 @@ def test_rates_changed_by_hand() -> None:
         comparison.run(before=lambda step: change_by_hand(comparison, step))
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_on_two_ranks(two_ranks: Ranks, scheduled: bool) -> None:
     two_ranks(case, 2, "cpu", scheduled)

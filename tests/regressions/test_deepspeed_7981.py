@@ -12,6 +12,7 @@ import longshore
 from regressions.training import compared, zero
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("backwards", [1, 2, 4])
 def test_every_backward_of_a_window_counts(backwards: int, release: bool) -> None:
@@ -56,6 +57,7 @@ def test_the_engine_counts_every_backward(stage: int, offload: str, backwards: i
     case(stage, offload, backwards, announced)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("stage, announced", [(1, True), (2, False), (2, True)])
 def test_on_two_ranks(two_ranks: Ranks, stage: int, announced: bool) -> None:
     two_ranks(case, stage, "cpu", 4, announced)

@@ -38,6 +38,7 @@ def case(what: str) -> None:
         assert "blocks.1.up.weight" not in stepped and "blocks.2.scale" in stepped
 
 
+@pytest.mark.quick(0)
 @pytest.mark.needs_torch("stage 3")
 @pytest.mark.parametrize("what", ["a part of each block", "a block", "all but an adapter"])
 def test_frozen_parameters_in_what_is_recomputed(what: str, two_ranks: Ranks) -> None:

@@ -62,6 +62,7 @@ def case(stage: int, discard: bool, raw: bool) -> None:
             comparison.step(step, gradients)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("discard", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,6 +71,7 @@ def test_the_second_backward_is_like_the_first(stage: int, discard: bool, raw: b
 
 
 # With both counted, stages 0 and 1 round the mean once, after the sum, and the sum of means is not theirs.
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "stage, discard, raw", [(1, True, False), (2, True, True), (2, False, False), (2, False, True)]
 )

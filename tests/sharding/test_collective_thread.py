@@ -14,6 +14,7 @@ from longshore.sharding.twin_groups import timeout_of
 from sharding import collective_cases
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("used", [[[0, 1, 2], [0, 1, 2]], [[0, 1], [1, 2]], [[], [1]], [[], []]])
 @pytest.mark.parametrize("replicated", [False, True])
@@ -26,6 +27,7 @@ def test_a_bucket_is_added_in_float32_over_those_who_have_something(
 WHERE = pytest.mark.parametrize("where", ["shared", "sockets"])
 
 
+@pytest.mark.quick(0)
 @WHERE
 @pytest.mark.parametrize("slice_numel", [1, 14, 32])
 @pytest.mark.parametrize("used", [[[0, 1, 2], [0, 1, 2]], [[0], [1, 2]]])
@@ -37,6 +39,7 @@ def test_predivision(two_ranks: Ranks) -> None:
     two_ranks(collective_cases.reduction, torch.float32, [[0, 1, 2], [0, 1, 2]], 2.0, False)
 
 
+@pytest.mark.medium
 def test_four_ranks_reduce(four_ranks: Ranks) -> None:
     four_ranks(collective_cases.reduction, torch.float32, [[0], [1, 2], [], [0, 1, 2]], 1.0, False)
 

@@ -10,6 +10,7 @@ from ranks import Ranks
 from sharding import gathering_cases
 
 
+@pytest.mark.quick(0)
 @pytest.mark.needs_torch("stage 3")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0, 1, 3])

@@ -73,6 +73,7 @@ def test_each_rank_sees_which_one_ended() -> None:
     assert first.gone(RANKS) == [1, 2]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_rank_that_closes_its_engine_has_not_ended(how: str) -> None:
     first, second, third = connected()

@@ -10,6 +10,7 @@ from longshore.tiles.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
 from sharding import schedule_cases
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_table_is_what_a_rank_does(stage: int, accumulation: int, two_ranks: Ranks) -> None:
     assert SHARDED_SCHEDULE[REDUCE].after == ((ARRIVE, Which.SAME),)

@@ -121,6 +121,7 @@ class Endless:
             raise RuntimeError("timed out")
 
 
+@pytest.mark.medium
 def test_a_collective_that_waits_for_a_rank_that_ended() -> None:
     """gloo tells only the ranks that exchange something with that one directly."""
     looked = []

@@ -351,6 +351,7 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
 # -- discarding ---------------------------------------------------------------
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("seed", range(25))
 def test_discarded_in_the_middle(train, seed: int) -> None:
     """Copies in flight and sums half added; the new window gets the new gradients only, whatever failed in the old."""
@@ -494,6 +495,7 @@ def test_a_failure_before_the_first_tile_was_stepped(
     training.check()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("hold", [False, True], ids=["brought", "held"])
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])

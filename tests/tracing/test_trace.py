@@ -104,6 +104,7 @@ def traced() -> Trace:
 # -- the life of a tile -------------------------------------------------------
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("memory", [0, "100%"])
 @pytest.mark.parametrize("backwards", [1, 2])

@@ -72,6 +72,7 @@ def test_anything_else_is_a_config_error_too(file: dict[str, Any]) -> None:
 ALONE = [key for key in TABLE if not key.section.startswith(("optimizer", "scheduler")) and not key.renamed]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("key", ALONE, ids=lambda key: key.path)
 def test_each_key_alone(key: Key) -> None:
     """A fine value is no problem of its key, any value of another type is one."""

@@ -40,6 +40,7 @@ def test_ranks_resume(fsdp2: bool, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.resumed, str(tmp_path), "kept", fsdp2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "kind, clip", [pytest.param("kept", None, marks=pytest.mark.slow), ("kept", 0.25), ("released", None)]
 )

@@ -32,7 +32,7 @@ def ddp() -> Any:
     return of
 
 
-@pytest.mark.quick(0)
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_a_fit_ends_with_the_weights_of_ddp(stage: int, two_ranks: Ranks, ddp: Any) -> None:
     expected = ddp(two_ranks, "automatic")
@@ -41,6 +41,7 @@ def test_a_fit_ends_with_the_weights_of_ddp(stage: int, two_ranks: Ranks, ddp: A
         assert len(seen) == 1 and share == (0.5 if stage == 3 else 1.0), rank
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_manual_optimization(stage: int, two_ranks: Ranks, ddp: Any) -> None:
     assert_same(two_ranks(rank_cases.fit, "manual", stage)[1][0], ddp(two_ranks, "manual")[0][0])

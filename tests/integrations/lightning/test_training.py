@@ -187,6 +187,7 @@ def test_at_every_stage(case: str, stage: int, plain: Any) -> None:
     assert_same(fitted(CASES[case][0](), strategy, **options_of(case)), plain(case)[0])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("ahead", [0, 10**6])
 @pytest.mark.parametrize("case", ["accumulation, the last window of an epoch is short", "manual accumulation"])

@@ -11,6 +11,7 @@ from ranks import Ranks
 from integrations.transformers import cases
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "options",
     [

@@ -17,6 +17,7 @@ from integrations.transformers.cases import check_equal, close, stage, train
 from longshore.integrations.transformers import Trainer, TrainerMixin
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,6 +57,7 @@ def test_parameters_that_rest_on_the_host(tmp_path: Path, monkeypatch: pytest.Mo
     close(mine)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "number, accumulation",
     [
@@ -305,6 +307,7 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path: Path) -> None:
     close(mine)
 
 
+@pytest.mark.medium
 def test_train_again_and_model_init(tmp_path: Path) -> None:
     """A second train() goes on with the engine; with model_init it begins anew, on an engine of its own."""
     with cases.fresh_accelerate():
@@ -359,6 +362,7 @@ class _InAccumulation(transformers.TrainerCallback):
                 setattr(control, wish, True)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("wishes", [["should_training_stop"], ["should_training_stop", "should_save"]])
 def test_training_that_stops_in_accumulation(wishes: list[str], tmp_path: Path) -> None:
     """What is left of the window is nobody's: the last checkpoint is saved, and the best one loaded."""
