@@ -96,6 +96,23 @@ def test_another_optimizer_takes_it_over(release: bool) -> None:
     assert not torch.equal(ours[0], before)
 
 
+def test_a_group_without_names_is_added_where_torch_takes_it() -> None:
+    """torch wants names for all parameters or for none; those that the user did not give do not count."""
+    values = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    first, named = values[0], [("first", values[0])]
+    names = {id(first): "first"}
+    for optimizer in (
+        torch.optim.AdamW(named),
+        longshore.AdamW(named),
+        longshore.from_client(torch.optim.AdamW(named)),
+        copy.deepcopy(longshore.AdamW(named)),
+    ):
+        with pytest.raises(ValueError, match="with/without names"):
+            optimizer.add_param_group({"params": values[1:]})
+        assert len(optimizer.param_groups) == 1
+    longshore.from_client(torch.optim.AdamW([first]), names=names).add_param_group({"params": values[1:]})
+
+
 def test_clipping_counts_what_is_in_the_groups() -> None:
     ours, optimizer, theirs, plain = _pair(False)
     for each in (optimizer, plain):

@@ -98,6 +98,7 @@ def converted(
             f"weights and takes longer; longshore has kernels for {', '.join(OPTIMIZERS)}",
             stacklevel=2,
         )
+    made._named_by_us |= names is not None
     saved, outside = _state_of(optimizer)
     if saved["state"]:
         own_groups = [

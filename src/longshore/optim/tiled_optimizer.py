@@ -55,6 +55,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _make_core(self, family: RuleFamily, offload: StoreFactory, release_gradients: bool) -> None:
         me = weakref.proxy(self)  # it is alive whenever its core is used
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
+        self._named_by_us = not isinstance(offload, Offload)  # an engine; what users name is torch's to check
         self._loading: dict[int, dict[str, Any]] | None = None
         self._others: dict[Any, Any] = {}
         # A state that somebody keeps has the core; the parameters are free of hooks nevertheless. The core is not kept
@@ -69,8 +70,8 @@ class TiledOptimizer(torch.optim.Optimizer):
             ValueError: an option or a parameter, which the message names, is not supported; the optimizer is unchanged.
         """
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
-            named_beside = [] if "param_names" in param_group else self.param_groups
-            param_group["params"] = group_members(named_beside, param_group["params"])
+            unnamed = self._named_by_us and "param_names" not in param_group
+            param_group["params"] = group_members(self.param_groups if unnamed else [], param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["params"] = list(map(present, group["params"]))  # scripts may have those that shards replaced
@@ -290,8 +291,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
         # torch.distributed.checkpoint names parameters by strings, in their groups too: those are not the user's own.
         named = {key for group in state_dict["param_groups"] for key in group["params"]}
-        others = {key: each for key, each in state_dict["state"].items() if not (isinstance(key, int) or key in named)}
-        optimizer._others = others
+        optimizer._others = {k: v for k, v in state_dict["state"].items() if not (isinstance(k, int) or k in named)}
         return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
