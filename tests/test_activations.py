@@ -35,6 +35,11 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> PinnedBlocks:
     return made
 
 
+def copies() -> torch.Stream:
+    """The stream of copies to the host."""
+    return activations._streams(current_device())[0].stream
+
+
 def fetches() -> torch.Stream:
     """The stream of copies back to the device."""
     return activations._streams(current_device())[1].stream
@@ -157,6 +162,14 @@ def test_the_host_waits_for_nothing_while_copies_run() -> None:
         mark = torch.accelerator.current_stream().record_event()
         assert not mark.query()
     assert torch.equal(back.cpu(), torch.arange(1000.0) * 2)
+
+
+def test_an_input_is_fetched_once_it_is_on_the_host() -> None:
+    with current_stream_is(copies()):
+        keep_busy(200_000_000)
+    saved = HostInput(torch.full((50_000,), 7.0, device=device_type()))
+    saved.fetch()
+    assert saved.restore().cpu().eq(7).all()
 
 
 def test_another_stream_may_use_what_was_fetched() -> None:

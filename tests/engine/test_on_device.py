@@ -115,7 +115,7 @@ def test_gradients_of_one_bucket_that_are_computed_on_two_streams(stage: int, la
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage, gathers", [(0, False), (1, False), (2, False), (3, False), (3, True)])
 def test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds(
     stage: int, gathers: bool, two_devices: Ranks, tmp_path: Path

@@ -1,7 +1,8 @@
 """Run mutants: ``python -m mutants [words of a name]``, with ``tests`` on the path (``make test-mutants``).
 
-Each mutant is made in a copy of the tree, whose tests run on the copied package. Tests that are slow do not count. The
-tests that a mutant names run on an unchanged copy first: they have to pass there, and their time limits the mutant's.
+Each mutant is made in a copy of the tree, whose tests run on the copied package. Tests that are slow do not count, and
+those on the simulated device have to be in ``make test``. What a mutant names runs on an unchanged copy first: it has
+to pass there, and its time limits the mutant's.
 
 With ``--minutes 4 --seed TEXT`` (``make test-mutants-sample``) mutants are started until the time has passed, in an
 order that depends on the text: in CI, on the commit's hash.
@@ -34,6 +35,7 @@ AT_ONCE = 2
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others (nothing collected, a usage error) say nothing about a mutant."""
 _ENDS = {FAILED: "caught", None: "caught, hangs", PASSED: "SURVIVED"}
+ANYWHERE, ON_DEVICE = "not slow", "(simulated or gpu) and not medium and not slow"
 COPIED = ("src", "tests", "examples", "pyproject.toml", "constraints.txt", "README.md", "docs")
 LONGEST_UNCHANGED_S = 600.0
 _COMPILED = shutil.ignore_patterns("__pycache__")
@@ -96,7 +98,7 @@ def run_tests(tree: Path, tests: Sequence[str], on_device: bool, limit_s: float)
         "-x",
         "--tb=no",
         "-m",
-        "not slow",
+        ON_DEVICE if on_device else ANYWHERE,
         "-p",
         "no:cacheprovider",
         *(["--simulated-device"] if on_device else []),

@@ -27,8 +27,8 @@ KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
 
-def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FILE) -> Mutant:
-    return Mutant(name, file, original, changed, tests, on_device=True)
+def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FILE, on_device: bool = True) -> Mutant:
+    return Mutant(name, file, original, changed, tests, on_device)
 
 
 MUTANTS = [
@@ -198,7 +198,7 @@ MUTANTS = [
         "a gradient that is read aside is freed at once",
         "        source.record_stream(self._beside)\n",
         "        pass\n",
-        TWO_RANKS,
+        TRANSFER,
     ),
     _mutant(
         "publishing does not wait for what still reads the parameters",
@@ -277,8 +277,9 @@ MUTANTS = [
         "the host waits for each copy of a tile",
         "key=lambda each: each.order, reverse=True)",
         "key=lambda each: each.order)",
-        COUNTED,
+        "tests/transfer/test_base.py",
         file="transfer/base.py",
+        on_device=False,
     ),
     _mutant(
         "clipping takes memory in proportion to the largest parameter",
@@ -370,6 +371,7 @@ MUTANTS = [
         "    if False:\n",
         f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",
         file="tiles/backend.py",
+        on_device=False,
     ),
     _mutant(
         "an input is fetched before it is on the host",

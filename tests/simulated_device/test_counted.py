@@ -38,7 +38,6 @@ def check(found: list[dict[str, int]], row: str, parameters: int) -> None:
     assert step_waits <= 10
 
 
-@pytest.mark.quick(0)
 @pytest.mark.parametrize("parameters", NUMBERS)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("released", [False, True])

@@ -64,7 +64,7 @@ def test_memory_of_the_host_is_out_of_reach() -> None:
         torch.accelerator.synchronize()
 
 
-@pytest.mark.medium
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("offload", [{"device": "none"}, {"ratio": 0.3}], ids=str)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("seed", range(2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_device import device_type
 
-from longshore.transfer import CopyHandle, DeviceTransfer, DirectTransfer, FinishedCopy, transfer_for
+from longshore.transfer import CopyHandle, DeviceTransfer, DirectTransfer, FinishedCopy, transfer_for, wait_for_all
 from longshore.transfer.base import CopyStream
 
 
@@ -99,6 +99,20 @@ def test_a_finished_copy() -> None:
     handle = FinishedCopy(target)
     assert handle.done() and handle.target is target
     handle.wait()
+
+
+def test_of_several_copies_the_last_is_waited_for_first() -> None:
+    """The others are done then."""
+    stream, waited = Stream(1 << 20), list[int]()
+
+    class Recorded(Copy):
+        def wait(self) -> None:
+            waited.append(self.order)
+
+    stream._start = lambda *_: Recorded(None)
+    copies = [stream.enqueue(torch.empty(1), torch.empty(1), None, None) for _ in range(3)]
+    wait_for_all([copies[1], copies[2], copies[0], copies[2]])
+    assert waited == [2, 1, 0]
 
 
 def test_the_device_chooses_the_transfer() -> None:

@@ -93,8 +93,8 @@ def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceTran
     with busy_stream(LONG):
         later = transfer.mark()
         transfer.copy_to_host(source, buffer, ready, None).wait()
+        assert all_are(buffer, 3.0)
         assert not later.query()
-    assert all_are(buffer, 3.0)
     torch.accelerator.synchronize()
 
 
@@ -249,6 +249,29 @@ def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceT
     assert len(ready) == 2 and all(each.query() for each in ready)
     assert all_are(copy, 7.0)
     transfer.close()
+
+
+@pytest.mark.parametrize("kind", [DeviceTransfer, ResidentTransfer])
+def test_what_is_read_aside_may_be_let_go_of(kind: type[DeviceTransfer | ResidentTransfer]) -> None:
+    transfer, home = kind(current_device()), torch.accelerator.current_stream()
+    source, copy = (torch.full((NUMEL,), value, device=device_type()) for value in (7.0, 0.0))
+    torch.accelerator.synchronize()
+    with transfer.aside(transfer.marks({home})):
+        keep_busy(LONG)
+        copy.copy_(source)
+        transfer.read_aside(source)
+        del source
+        with current_stream_is(home):
+            torch.full((NUMEL,), -1.0, device=device_type())  # would take the memory if it were free
+    assert all_are(copy, 7.0)
+    transfer.close()
+
+
+def test_the_stream_before_is_current_again() -> None:
+    before, beside = torch.accelerator.current_stream(), torch.Stream(current_device())
+    with current_stream_is(beside):
+        assert torch.accelerator.current_stream() == beside != before
+    assert torch.accelerator.current_stream() == before
 
 
 def test_what_stays_on_the_device_is_not_copied() -> None:
