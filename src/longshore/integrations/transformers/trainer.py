@@ -71,6 +71,8 @@ class TrainerMixin:
 
     if TYPE_CHECKING:
         # Attributes of transformers.Trainer.
+        label_smoother: Any
+
         def __getattr__(self, name: str) -> Any: ...
 
     def _base(self) -> Any:
