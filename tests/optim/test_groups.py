@@ -110,7 +110,9 @@ def test_a_group_without_names_is_added_where_torch_takes_it() -> None:
         with pytest.raises(ValueError, match="with/without names"):
             optimizer.add_param_group({"params": values[1:]})
         assert len(optimizer.param_groups) == 1
-    longshore.from_client(torch.optim.AdamW([first]), names=names).add_param_group({"params": values[1:]})
+    by_us = longshore.from_client(torch.optim.AdamW([first]), names=names)
+    by_us.add_param_group({"params": values[1:2]})
+    longshore.from_client(by_us).add_param_group({"params": values[2:]})
 
 
 def test_clipping_counts_what_is_in_the_groups() -> None:

@@ -98,7 +98,8 @@ def converted(
             f"weights and takes longer; longshore has kernels for {', '.join(OPTIMIZERS)}",
             stacklevel=2,
         )
-    made._named_by_us |= names is not None
+    named = any("param_names" in group for group in optimizer.param_groups)
+    made._named_by_us = getattr(optimizer, "_named_by_us", False) or (names is not None and not named)
     saved, outside = _state_of(optimizer)
     if saved["state"]:
         own_groups = [

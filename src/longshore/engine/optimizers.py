@@ -101,4 +101,6 @@ def make_optimizer(
         return converted(client, release_gradients=True, offload=store_factory, names=names)
     assert config.optimizer is not None  # load_config() checks it
     kind: Any = OPTIMIZERS[config.optimizer.type]  # the signatures differ
-    return kind(groups, **config.optimizer.options(), release_gradients=True, offload=store_factory)
+    made = kind(groups, **config.optimizer.options(), release_gradients=True, offload=store_factory)
+    made._named_by_us = True
+    return made

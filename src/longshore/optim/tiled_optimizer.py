@@ -55,7 +55,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _make_core(self, family: RuleFamily, offload: StoreFactory, release_gradients: bool) -> None:
         me = weakref.proxy(self)  # it is alive whenever its core is used
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
-        self._named_by_us = not isinstance(offload, Offload)  # an engine; what users name is torch's to check
+        self._named_by_us = False  # an engine sets this; torch checks what users name
         self._loading: dict[int, dict[str, Any]] | None = None
         self._others: dict[Any, Any] = {}
         # A state that somebody keeps has the core; the parameters are free of hooks nevertheless. The core is not kept
