@@ -87,18 +87,32 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each format.")] = 3,
     size: Annotated[str, typer.Option(help="As for longshore train.")] = "small",
     steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 500,
+    formats: Annotated[str, typer.Option(help="Some of them, with commas; fp32 runs always.")] = ",".join(
+        FOLDERS.values()
+    ),
 ) -> None:
     """Train in each format, print how the final losses compare, and draw the curves."""
-    runs: dict[str, list[dict[int, float]]] = {format: [] for format in FOLDERS}
+    chosen = {"fp32", *formats.split(",")}
+    if unknown := chosen - {*FOLDERS.values()}:
+        raise typer.BadParameter(
+            f"no such format: {', '.join(sorted(unknown))}; there are {', '.join(FOLDERS.values())}"
+        )
+    folders = {format: name for format, name in FOLDERS.items() if name in chosen}
+    runs: dict[str, list[dict[int, float]]] = {format: [] for format in folders}
     for seed in range(seeds):
-        for format, name in FOLDERS.items():
+        for format, name in folders.items():
             runs[format].append(run(format, seed, out / f"{name}-{seed}", size, steps))
     final = {format: [losses[steps] for losses in found] for format, found in runs.items()}
     base = final["fp32"]
     for format, losses in final.items():
-        mean, difference = statistics.mean(losses), statistics.mean(losses) / statistics.mean(base) - 1
-        paired = ", ".join(f"{ours / theirs - 1:+.2%}" for ours, theirs in zip(losses, base, strict=True))
-        print(f"{format}: mean {mean:.4f}, {difference:+.2%} of fp32's; by seed {paired}")
+        relative = [ours / theirs - 1 for ours, theirs in zip(losses, base, strict=True)]
+        said = f"{format}: mean {statistics.mean(losses):.4f}"
+        if format != "fp32":
+            said += f", {statistics.mean(losses) / statistics.mean(base) - 1:+.2%} of fp32's"
+            if seeds > 1:
+                said += f" (standard error {statistics.stdev(relative) / seeds**0.5:.2%})"
+            said += f"; by seed {', '.join(f'{each:+.2%}' for each in relative)}"
+        print(said)
     lines = [
         Series(format, [*found[0]], [statistics.mean(losses[step] for losses in found) for step in found[0]])
         for format, found in runs.items()
