@@ -20,6 +20,13 @@ TWIN_GROUPS = "tests/sharding/test_twin_groups.py"
 
 MUTANTS = [
     Mutant(
+        "a rank has a process group before the others have it",
+        "sharding/twin_groups.py",
+        "        dist.barrier(mine)\n",
+        "        pass\n",
+        (f"{COLLECTIVES}::test_a_group_is_there_when_all_ranks_have_it",),
+    ),
+    Mutant(
         "a process group is used again although one rank does not have it",
         "sharding/twin_groups.py",
         "        common[ranks] = common.get(ranks, theirs) & theirs\n",

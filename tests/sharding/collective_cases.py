@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -210,6 +212,23 @@ def twins(timeout_s: float) -> tuple[float, float]:
     dist.destroy_process_group(twin)
     dist.destroy_process_group(group)
     return tuple(0.0 if each is None else each.total_seconds() for each in found)
+
+
+def twins_in_turn(late_s: float) -> float:
+    """Seconds that making a twin takes; rank 0 has its own, of the same ranks, that much later."""
+    make = dist.new_group
+
+    def late(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        time.sleep(late_s)
+        return made
+
+    with mock.patch.object(dist, "new_group", late if dist.get_rank() == 0 else make):
+        begun = time.monotonic()
+        twin = twin_of(None, CPU)
+        took_s = time.monotonic() - begun
+    dist.destroy_process_group(twin)
+    return took_s
 
 
 class _Listener(logging.Handler):

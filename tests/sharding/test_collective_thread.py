@@ -108,6 +108,11 @@ def test_a_thread_waits_as_long_as_the_group_of_the_user(two_ranks: Ranks) -> No
     assert two_ranks(collective_cases.twins, 123.0) == [(123.0, 123.0)] * 2
 
 
+def test_a_group_is_there_when_all_ranks_have_it(two_ranks: Ranks) -> None:
+    """A rank that destroyed it earlier would end a connection that gloo is still making on another."""
+    assert min(two_ranks(collective_cases.twins_in_turn, 0.5)) >= 0.5
+
+
 class _NoBackend:
     def _get_backend(self, device: torch.device) -> Any:
         raise RuntimeError(f"no backend for {device}")
