@@ -37,7 +37,7 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
         parts = sorted({tuple(each): each for each in said}.values())
     timeout = timeout_of(group, device)
     made = [dist.new_group(part, timeout=timeout, backend=backend) for part in parts]
-    mine = made[parts.index(ranks)]
+    mine: Any = made[parts.index(ranks)]
     if dist.get_backend(mine) == "gloo":
         # It connects its ranks at once. One that is done first, and that destroys the group without having used it,
         # would break the connection that another is still making.
