@@ -108,19 +108,24 @@ def test_a_forked_process_does_not_stand_for_the_rank() -> None:
         os.waitpid(child, 0)
 
 
-def test_a_stranger_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows the address, and not the key."""
-    accept = Presence._accept
+def test_a_stranger_is_not_taken_for_a_rank() -> None:
+    """It knows the address, and not the key; and it is there before any rank knows the address."""
     strangers: list[socket.socket] = []
 
-    def accept_late(self: Presence, listener: socket.socket, *args: Any) -> None:
-        if args[0]:
-            strangers.append(socket.create_connection(listener.getsockname()))
-            strangers[-1].sendall(b"\x01" * 32 + (2).to_bytes(8, "little"))
-        accept(self, listener, *args)
+    def make(place: int, rows: Callable[[torch.Tensor], torch.Tensor]) -> Presence:
+        said: list[torch.Tensor] = []
 
-    monkeypatch.setattr(Presence, "_accept", accept_late)
-    first, second, third = connected()
+        def rows_with_stranger(row: torch.Tensor) -> torch.Tensor:
+            said.append(row)
+            if len(said) == 2 and place < 2:  # the last rank listens for nobody
+                host, port = bytes(row.tolist())[module._KEY_BYTES :].rstrip(b"\0").decode().split()
+                strangers.append(socket.create_connection((host, int(port))))
+                strangers[-1].sendall(b"\x01" * module._KEY_BYTES + module._number(2))
+            return rows(row)
+
+        return Presence(RANKS, place, rows_with_stranger)
+
+    first, second, third = connected(make)
     assert len(strangers) == 2
     for each in strangers:
         each.close()
@@ -185,12 +190,18 @@ def test_a_connection_that_cannot_send_is_closed(monkeypatch: pytest.MonkeyPatch
     create = socket.create_connection
 
     def create_closed_for_writing(*arguments: Any, **options: Any) -> socket.socket:
-        made.append(create(*arguments, **options))
-        made[-1].shutdown(socket.SHUT_WR)
-        return made[-1]
+        one = create(*arguments, **options)
+        one.shutdown(socket.SHUT_WR)
+        made.append(one)
+        return one
+
+    def accept_nobody(*_: Any) -> None:
+        until = time.monotonic() + 20
+        while len(made) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
 
     monkeypatch.setattr(socket, "create_connection", create_closed_for_writing)
-    monkeypatch.setattr(module, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(Presence, "_accept", accept_nobody)
     connected()
     assert len(made) == 3  # of the second rank, and two of the third
     assert [each.fileno() for each in made] == [-1, -1, -1]
