@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
 from mutants import MUTANTS, Mutant
+from mutants.__main__ import Outcome, Player, main
 from mutants.mutant import what_does_not_apply
 
 
@@ -44,3 +46,22 @@ def test_what_no_longer_applies_is_said_of_each() -> None:
     assert "there is no src/longshore/lost.py" in said[1]
     assert "occurs 0 times" in said[2]
     assert said[4].endswith("it changes nothing")
+
+
+@pytest.mark.parametrize(
+    "code, end, rc",
+    [
+        (1, "caught", 0),
+        (None, "caught, hangs", 0),
+        (-signal.SIGSEGV, "caught, crashes", 0),
+        (0, "SURVIVED", 1),
+        (5, "pytest ended with 5", 1),  # no test was collected
+        (-signal.SIGKILL, "pytest ended with -9", 1),  # for want of memory, say
+    ],
+)
+def test_how_a_mutant_ends(
+    code: int | None, end: str, rc: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Player, "play", lambda *_: Outcome(code, 1.0, ""))
+    assert main(["a pass is harvested twice"]) == rc
+    assert capsys.readouterr().out.startswith(f"{end}: tiles/speculation.py: a pass is harvested twice (1 s)")

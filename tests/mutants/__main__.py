@@ -34,7 +34,10 @@ from mutants.mutant import what_does_not_apply
 AT_ONCE = 2
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others (nothing collected, a usage error) say nothing about a mutant."""
-_ENDS = {FAILED: "caught", None: "caught, hangs", PASSED: "SURVIVED"}
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+"""On the simulated device a stray access is a segmentation fault."""
+_CAUGHT = {FAILED: "caught", None: "caught, hangs", **dict.fromkeys(_CRASHES, "caught, crashes")}
+_ENDS = {**_CAUGHT, PASSED: "SURVIVED"}
 ANYWHERE, ON_DEVICE = "not slow", "(simulated or gpu) and not medium and not slow"
 COPIED = ("src", "tests", "examples", "pyproject.toml", "constraints.txt", "README.md", "docs")
 LONGEST_UNCHANGED_S = 600.0
@@ -189,7 +192,7 @@ def main(words: Sequence[str] | None = None) -> int:
             end = _ENDS.get(outcome.code, f"pytest ended with {outcome.code}")
             said[end] += 1
             print(f"{end}: {mutant.file}: {mutant.name} ({outcome.seconds:.0f} s) {outcome.first[:160]}", flush=True)
-    played, caught = said.total(), said[_ENDS[FAILED]] + said[_ENDS[None]]
+    played, caught = said.total(), sum(said[end] for end in {*_CAUGHT.values()})
     print(f"{len(mutants)} mutants: {played} played, {caught} caught, {said[_ENDS[PASSED]]} survived")
     return 0 if 0 < played == caught else 1
 
