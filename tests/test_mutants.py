@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 
 import pytest
 from mutants import MUTANTS, Mutant
-from mutants.__main__ import Outcome, Player, main
-from mutants.mutant import what_does_not_apply
+from mutants.__main__ import ON_DEVICE, Outcome, Player, main
+from mutants.mutant import ROOT, what_does_not_apply
 
 
 @pytest.mark.medium
@@ -46,6 +47,20 @@ def test_what_no_longer_applies_is_said_of_each() -> None:
     assert "there is no src/longshore/lost.py" in said[1]
     assert "occurs 0 times" in said[2]
     assert said[4].endswith("it changes nothing")
+
+
+def test_what_runs_on_the_simulated_device_is_in_make_test() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    quick = re.search(r"^QUICK := (.*)$", makefile, re.MULTILINE)
+    target = re.search(r"^ON_DEVICE := --simulated-device ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert quick is not None and target is not None
+    assert (
+        f"(simulated or gpu) and {quick[1]}" == ON_DEVICE
+        and '-m "(simulated or gpu) and $(QUICK)" $(ON_DEVICE)' in makefile
+    )
+    places = tuple(target[1].replace("\\", "").split())
+    tests = {test.partition("::")[0] for mutant in MUTANTS if mutant.on_device for test in mutant.tests}
+    assert [test for test in sorted(tests) if not test.startswith(places)] == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ accelerator."""
 
 from __future__ import annotations
 
-from mutants.mutant import SPLIT, Mutant
+from mutants.mutant import Mutant
 
 FILE = "transfer/device.py"
 TRANSFER = "tests/transfer/test_device.py"
@@ -27,8 +27,8 @@ KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
 
 
-def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FILE, on_device: bool = True) -> Mutant:
-    return Mutant(name, file, original, changed, tests, on_device)
+def _mutant(name: str, original: str, changed: str, *tests: str, file: str = FILE) -> Mutant:
+    return Mutant(name, file, original, changed, tests, on_device=True)
 
 
 MUTANTS = [
@@ -274,14 +274,6 @@ MUTANTS = [
         COUNTED,
     ),
     _mutant(
-        "the host waits for each copy of a tile",
-        "key=lambda each: each.order, reverse=True)",
-        "key=lambda each: each.order)",
-        "tests/transfer/test_base.py",
-        file="transfer/base.py",
-        on_device=False,
-    ),
-    _mutant(
         "clipping takes memory in proportion to the largest parameter",
         "for part in values.split(_SUM_NUMEL)):",
         "for part in [values]):",
@@ -364,14 +356,6 @@ MUTANTS = [
         "",
         RESIDENT,
         file="tiles/snapshot.py",
-    ),
-    _mutant(
-        "less state than asked for stays on the device and nobody says it",
-        "    if share < (1.0 - ratio) / 4:\n",
-        "    if False:\n",
-        f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",
-        file="tiles/backend.py",
-        on_device=False,
     ),
     _mutant(
         "an input is fetched before it is on the host",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from mutants.mutant import ARRIVALS, MEMORY, NORMS, SPECULATION, STEPPING, STORE, WORKER, Mutant
+from mutants.mutant import ARRIVALS, MEMORY, NORMS, SPECULATION, SPLIT, STEPPING, STORE, WORKER, Mutant
 
 REPEATED = "tests/optim/test_repeated.py"
 
 MUTANTS = [
+    Mutant(
+        "less state than asked for stays on the device and nobody says it",
+        "tiles/backend.py",
+        "    if share < (1.0 - ratio) / 4:\n",
+        "    if False:\n",
+        (f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",),
+    ),
     # -- tile.py --------------------------------------------------------------
     Mutant(
         "what was clipped and then added to is not recognized",

@@ -1,4 +1,4 @@
-"""Mutants of the simulated device."""
+"""Mutants of the simulated transfer, and of what all transfers share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from mutants.mutant import SIMULATED, Mutant
 FILE = "transfer/simulated.py"
 
 MUTANTS = [
+    Mutant(
+        "the host waits for each copy of a tile",
+        "transfer/base.py",
+        "key=lambda each: each.order, reverse=True)",
+        "key=lambda each: each.order)",
+        ("tests/transfer/test_base.py",),
+    ),
     Mutant(
         "a copy does not wait for the one it comes after",
         FILE,
