@@ -52,7 +52,7 @@ test-slow: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full"
 	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE)
 
-# A twentieth of that, another one for each commit.
+# A fortieth of that, another one for each commit.
 test-slow-sample: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full" --sample-of $$(git rev-parse HEAD)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE) --sample-of $$(git rev-parse HEAD)

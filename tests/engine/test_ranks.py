@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,32 @@ def test_ranks_that_do_not_come_are_missed_in_time() -> None:
     assert not dist.is_initialized()
 
 
+def test_a_rank_has_joined_when_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ended earlier would break the connections that gloo is still making on another."""
+    store = HashStore()
+    made: list[int] = []
+
+    def make(backend: str, rank: int, **_: Any) -> None:
+        time.sleep(0.3 * rank)
+        made.append(rank)
+
+    def joined(rank: int) -> list[int]:
+        join(device="cpu", timeout=60, environ=environments_of(rank, [1, 1, 1])[0])
+        return list(made)
+
+    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: store)
+    monkeypatch.setattr(dist, "init_process_group", make)
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(joined, [0, 1])) == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_ends_before_it_has_joined_is_missed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: None)
+    with pytest.raises(RendezvousError, match=r"rank 0 of 2.*within 0\.2 s"):
+        join(device="cpu", timeout=0.2, environ=environments_of(0, [1, 1, 1])[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -154,6 +181,7 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
+    monkeypatch.setattr("longshore.engine.ranks._wait_for_all", lambda *_: None)
     environ = {**environments_of(1, [1, 1, 1])[0], "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
     for count, expected in ((4, 3), (1, 0)):  # with one device in sight, a scheduler hid the others
         monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)

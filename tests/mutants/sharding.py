@@ -27,6 +27,13 @@ MUTANTS = [
         (f"{COLLECTIVES}::test_a_group_is_there_when_all_ranks_have_it",),
     ),
     Mutant(
+        "a rank has joined before the others have",
+        "engine/ranks.py",
+        '    store.wait(["longshore/all joined"], timeout)\n',
+        "",
+        ("tests/engine/test_ranks.py",),
+    ),
+    Mutant(
         "a process group is used again although one rank does not have it",
         "sharding/twin_groups.py",
         "        common[ranks] = common.get(ranks, theirs) & theirs\n",

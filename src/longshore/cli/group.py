@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from longshore.cli.terminal import CommandError, SharedError, StopNow
 from longshore.engine.ranks import join
 from longshore.errors import RankError
+from longshore.sharding.twin_groups import twin_of
 
 T = TypeVar("T")
 
 _STDERR = 2
-_TIMEOUT = timedelta(minutes=30)
 _LOST = "another rank has ended: its own line says why; if it left none, the system killed it"
 
 
@@ -44,7 +43,7 @@ class RunGroup:
         except ValueError as error:
             raise CommandError(str(error)) from error
         self.rank, self.size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world_size)
-        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
+        self._group: Any = twin_of(None, torch.device("cpu"), "gloo") if self.size > 1 else None
 
     @property
     def leads(self) -> bool:

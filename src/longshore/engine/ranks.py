@@ -247,6 +247,17 @@ def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> S
     return PrefixStore(f"longshore/{times}", store)
 
 
+def _wait_for_all(store: Store, world_size: int, timeout: timedelta) -> None:
+    """Wait until all ranks have made the process group.
+
+    Gloo connects its ranks when a group is made. One that is done first, and that ends with an error at once, would
+    break the connection that another is still making, which would then report that rather than the first error.
+    """
+    if store.add("longshore/joined", 1) == world_size:
+        store.set("longshore/all joined", "")
+    store.wait(["longshore/all joined"], timeout)
+
+
 def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     host = launch.master_addr or ""
     address = f"{f'[{host}]' if ':' in host else host}:{launch.master_port}"
@@ -255,6 +266,7 @@ def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
         store = _store_at(f"tcp://{address}", launch.rank, launch.world_size, timeout)
         # No device_id: later groups, also a user's of some ranks, would be split off this one by all of its ranks.
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        _wait_for_all(store, launch.world_size, timeout)
     except (RuntimeError, OSError) as error:  # these include torch's DistError and timeouts
         _stores.clear()  # how often the other ranks came is not known
         raise RendezvousError(
