@@ -50,6 +50,22 @@ LONGSHORE_INLINE float choose(uint32_t mask, float yes, float no) {
     return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
 }
 
+LONGSHORE_INLINE float root_of(float x) { return __builtin_sqrtf(x); }
+
+// A number for each element of what is like `shape`.
+LONGSHORE_INLINE float like(float shape, float number) { return static_cast<void>(shape), number; }
+
+#if defined(__AVX512BW__)
+LONGSHORE_INLINE __m512 choose(uint32_t mask, __m512 yes, __m512 no) {
+    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), _mm512_castps_si512(yes),
+                                                   _mm512_castps_si512(no), 0xca);
+    return _mm512_castsi512_ps(bits);
+}
+LONGSHORE_INLINE __m512 fma_once(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+LONGSHORE_INLINE __m512 root_of(__m512 x) { return _mm512_sqrt_ps(x); }
+LONGSHORE_INLINE __m512 like(__m512, float number) { return _mm512_set1_ps(number); }
+#endif
+
 struct NoOutput {
     using Storage = uint16_t;
 };
@@ -64,7 +80,7 @@ template <class T>
 LONGSHORE_INLINE void load_values(float* values, const typename T::Storage* from, size_t count) {
 #if defined(__AVX512BW__)
     if constexpr (same_type<T, BFloat16>) {
-        if (count == kBlock) return avx512::widen(values, from);
+        if (count == kBlock) return avx512::write(values, avx512::widened_at(from));
     }
 #endif
     for (size_t i = 0; i < count; ++i) values[i] = T::load(from[i]);
@@ -75,7 +91,7 @@ template <class T>
 LONGSHORE_INLINE void round_values(typename T::Storage* to, const float* values, size_t count) {
 #if defined(__AVX512BW__)
     if constexpr (same_type<T, BFloat16>) {
-        if (count == kBlock && avx512::round_finite(to, values)) return;
+        if (count == kBlock && avx512::write_rounded(to, avx512::lanes_at(values))) return;
     }
 #endif
     for (size_t i = 0; i < count; ++i) to[i] = T::round(values[i]);

@@ -3,7 +3,8 @@
 // computes the scalars, whose order is that of its scalars(). Part of kernels.inl.
 //
 // To add a rule, write its struct and list it in kRules. `kNeverNegative` is the one
-// array, if there is any, whose elements are sums of squares.
+// array, if there is any, whose elements are sums of squares. `kInHalves`: a step is one of
+// the states, and one of the master behind it; both take vectors as well as numbers.
 #pragma once
 
 namespace longshore {
@@ -13,32 +14,33 @@ template <bool L2>
 struct Adam {
     static constexpr size_t kArrays = 3;
     static constexpr size_t kNeverNegative = 2;
+    static constexpr bool kInHalves = true;
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
-        const float decay = s[2], l2 = s[3], one_minus_beta1 = s[4];
-        const float beta2 = s[5], one_minus_beta2 = s[6];
-        const float root_correction = s[7], eps = s[8], step_size = s[9];
+        for (size_t i = 0; i < kBlock; ++i) {
+            step_states(s, b.a[0][i], b.g[i], b.a[1][i], b.a[2][i]);
+            b.a[0][i] = stepped_master(s, b.a[0][i], b.a[1][i], b.a[2][i]);
+        }
+    }
+
+    template <class T>
+    LONGSHORE_INLINE static void step_states(const float* s, T p, T g, T& m, T& v) {
+        const float l2 = s[3], one_minus_beta1 = s[4], beta2 = s[5], one_minus_beta2 = s[6];
         // torch's lerp counts from the nearer end, so that a weight of 1 gives
         // the gradient exactly.
         const uint32_t from_moment = mask_of(one_minus_beta1 < 0.5f);
         const float lerp_weight = choose(from_moment, one_minus_beta1, one_minus_beta1 - 1.0f);
-        for (size_t i = 0; i < kBlock; ++i) {
-            float g = b.g[i];
-            float p = b.a[0][i];
-            float m = b.a[1][i];
-            float v = b.a[2][i];
-            if constexpr (L2) {
-                g = fma_once(p, l2, g);
-            } else {
-                p = p * decay;
-            }
-            m = fma_once(lerp_weight, g - m, choose(from_moment, m, g));
-            v = fma_once(one_minus_beta2 * g, g, v * beta2);
-            const float denominator = __builtin_sqrtf(v) / root_correction + eps;
-            b.a[0][i] = p + (step_size * m) / denominator;
-            b.a[1][i] = m;
-            b.a[2][i] = v;
-        }
+        if constexpr (L2) g = fma_once(p, like(g, l2), g);
+        m = fma_once(like(g, lerp_weight), g - m, choose(from_moment, m, g));
+        v = fma_once(like(g, one_minus_beta2) * g, g, v * like(g, beta2));
+    }
+
+    template <class T>
+    LONGSHORE_INLINE static T stepped_master(const float* s, T p, T m, T v) {
+        const float decay = s[2], root_correction = s[7], eps = s[8], step_size = s[9];
+        if constexpr (!L2) p = p * like(p, decay);
+        const T denominator = root_of(v) / like(v, root_correction) + like(v, eps);
+        return p + (like(m, step_size) * m) / denominator;
     }
 };
 

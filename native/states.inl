@@ -80,9 +80,6 @@ LONGSHORE_INLINE uint16_t bfloat16_of(float value, uint32_t random) {
 // A block at once. False: a value is infinity or NaN, or would become infinity.
 template <size_t State>
 LONGSHORE_INLINE bool round_at_random(uint16_t* to, const float* values, const uint32_t* random) {
-#if defined(__AVX512BW__)
-    return avx512::round_at_random<State>(to, values, random);
-#else
     alignas(64) uint32_t magnitudes[kBlock];
     for (size_t i = 0; i < kBlock; ++i) magnitudes[i] = bits_of(values[i]) & 0x7fffffffu;
     if (largest_of(magnitudes) >= 0x7f7f0000u) return false;
@@ -90,7 +87,6 @@ LONGSHORE_INLINE bool round_at_random(uint16_t* to, const float* values, const u
         to[i] = static_cast<uint16_t>((bits_of(values[i]) + half_of<State>(random[i])) >> 16);
     }
     return true;
-#endif
 }
 
 struct BFloat16States {
@@ -180,24 +176,17 @@ LONGSHORE_INLINE uint32_t scale_of(uint32_t magnitude, uint32_t least_exponent) 
 // A block at once. False: a code is that of infinity or NaN.
 template <class Code>
 LONGSHORE_INLINE bool decode_regular(float* values, const uint8_t* codes, uint32_t scale) {
-#if defined(__AVX512BW__)
-    return avx512::decode_regular<Code>(values, codes, scale);
-#else
     uint8_t special = 0;
     for (size_t i = 0; i < kBlock; ++i) special |= static_cast<uint8_t>((codes[i] & Code::kNan) >= Code::kInfinity);
     if (special != 0) return false;
     for (size_t i = 0; i < kBlock; ++i) values[i] = Code::template decode<true>(codes[i], scale);
     return true;
-#endif
 }
 
 // A block at once, and its scale. False: there is infinity, NaN, a number from 2^127 on, or
 // one below the smallest code.
 template <class Code, size_t State>
 LONGSHORE_INLINE bool encode_regular(uint8_t* to, float* scale_to, const float* values, const uint32_t* random) {
-#if defined(__AVX512BW__)
-    return avx512::encode_regular<Code, State>(to, scale_to, values, random);
-#else
     alignas(64) uint32_t larger[kBlock], smaller[kBlock];
     for (size_t i = 0; i < kBlock; ++i) larger[i] = smaller[i] = Code::magnitude_of(values[i]);
     const uint32_t largest = largest_of(larger), scale = scale_of(largest, Code::kLeastExponent);
@@ -207,7 +196,6 @@ LONGSHORE_INLINE bool encode_regular(uint8_t* to, float* scale_to, const float* 
     }
     *scale_to = float_of(scale);
     return true;
-#endif
 }
 
 template <class Code, size_t State>
@@ -309,11 +297,25 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
     });
 }
 
+}  // namespace
+}  // namespace longshore
+
+#if defined(__AVX512BW__)
+#include "avx512_states.inl"
+#endif
+
+namespace longshore {
+namespace {
+
 template <class Rule, class Format, bool Stream>
 void step_encoded_span(const float* s, DType gradient, DType output, const Span& span) {
     size_t at = 0;
     for (; at + kBlock <= span.numel; at += kBlock) {
+#if defined(__AVX512BW__)
+        avx512::step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at);
+#else
         step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, kBlock);
+#endif
     }
     if (at < span.numel) step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, span.numel - at);
 #if defined(__SSE2__)

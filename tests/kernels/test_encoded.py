@@ -330,6 +330,21 @@ def test_numbers_near_the_largest(kernels: HostKernels, format: StateFormat, rul
         assert (values.abs() >= 2.0**126).float().mean() > 0.5 and values.isfinite().all() == (not special)
 
 
+@all_formats
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], ids=hex)
+def test_any_nan_of_a_gradient_is_nan_in_the_states(kernels: HostKernels, format: StateFormat, bits: int) -> None:
+    """Rounded as if they were numbers, some would be zero."""
+    numel, rule = 32 * BLOCK_NUMEL, RULES[0]
+    buffer = empty_buffer(format, len(rule.states), numel)
+    gradient = torch.ones(numel)
+    gradient.view(torch.int32)[::17] = bits
+    segment = TileSegment(0, gradient, None, 0, Coding(format, stream_of(3, "weight"), 0))
+    kernels.step_tile(buffer, buffer, [segment], [rule])
+    for state, name in enumerate(rule.states):
+        values = buffer.decoded(state, slice(0, numel), name in NEVER_NEGATIVE)
+        assert torch.equal(values.isnan(), gradient.isnan())
+
+
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], ids=hex)
 def test_any_nan_of_a_master_is_nan_in_the_parameter(kernels: HostKernels, bits: int) -> None:
     """Rounded as if they were numbers, some would be zero or infinity."""
