@@ -337,7 +337,7 @@ def test_any_nan_of_a_gradient_is_nan_in_the_states(kernels: HostKernels, format
     numel, rule = 32 * BLOCK_NUMEL, RULES[0]
     buffer = empty_buffer(format, len(rule.states), numel)
     gradient = torch.ones(numel)
-    gradient.view(torch.int32)[::17] = bits
+    gradient.view(torch.int32)[:: BLOCK_NUMEL + 17] = bits  # one in a block, in each place of a vector register
     segment = TileSegment(0, gradient, None, 0, Coding(format, stream_of(3, "weight"), 0))
     kernels.step_tile(buffer, buffer, [segment], [rule])
     for state, name in enumerate(rule.states):
