@@ -25,8 +25,19 @@ from longshore.kernels import (
 )
 from longshore.kernels.base import DTYPE_CODES
 from longshore.kernels.buffers import EncodedBuffer
-from longshore.kernels.formats import BLOCK_NUMEL, NEVER_NEGATIVE, SIGNED, UNSIGNED, Coding, StateFormat, stream_of
+from longshore.kernels.formats import (
+    BLOCK_NUMEL,
+    NEVER_NEGATIVE,
+    SIGNED,
+    UNSIGNED,
+    Coding,
+    StateFormat,
+    random_bits,
+    rounding_key,
+    stream_of,
+)
 from longshore.optim.rules.adagrad import AdagradRule
+from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.encoded import copy_of, empty_buffer, encoded_buffer, of_all_kinds, same_buffers, step_part
 from tests.kernels.numbers import OTHER_RULES, RULES, awkward, same_bits, written
 
@@ -328,6 +339,43 @@ def test_numbers_near_the_largest(kernels: HostKernels, format: StateFormat, rul
     for state, name in enumerate(rule.states):
         values = target.decoded(state, slice(0, numel), name in NEVER_NEGATIVE)
         assert (values.abs() >= 2.0**126).float().mean() > 0.5 and values.isfinite().all() == (not special)
+
+
+def at_the_edges(random: torch.Tensor) -> torch.Tensor:
+    """Blocks of numbers that 8 bits have a rule for, given the random bits of their first state."""
+    numel = BLOCK_NUMEL
+    generator = torch.Generator().manual_seed(0)
+
+    def some() -> torch.Tensor:
+        signs = torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
+        return (1 + torch.rand(numel, generator=generator)) * signs
+
+    power, small, zeros = some() / 2, some(), some()
+    power[5] = 1.0  # the largest is a power of two
+    small[5] *= 2.0**-18  # below the smallest code
+    zeros[5], zeros[50] = 0.0, -0.0
+    # What is dropped of these is half of a last place of the random bits below the next code.
+    halves = (127 << 23 | (65535 - random) << 4 | 8).to(torch.int32).view(torch.float32)
+    # The last two are below the least scale: themselves, and their squares.
+    return torch.cat([halves, power, small, zeros, some() * 2.0**-97, some() * 2.0**-49])
+
+
+FIRST_MOMENTUM = SGDRule(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, first=True)
+"""Its state is the gradient itself."""
+
+
+@pytest.mark.parametrize("rule", [FIRST_MOMENTUM, *OTHER_RULES[:4], RULES[0]], ids=str)
+def test_blocks_at_the_edges_of_their_codes(kernels: HostKernels, rule: Rule) -> None:
+    coding = Coding(StateFormat.EIGHT_BIT, stream_of(3, "weight"), 0)
+    random = random_bits(rounding_key(coding.stream, rule.step), 0, BLOCK_NUMEL) & 0xFFFF
+    segment = TileSegment(0, at_the_edges(random), None, 0, coding)
+    found = empty_buffer(coding.format, len(rule.states), segment.gradient.numel())
+    expected = copy_of(found)
+    # From the second step on, what the first one encoded is decoded.
+    for each in (rule, replace(rule, first=False) if isinstance(rule, SGDRule) else rule):
+        step_part(copy_of(expected), expected, segment, each)
+        kernels.step_tile(found, found, [segment], [each])
+        assert same_buffers(found, expected)
 
 
 @all_formats

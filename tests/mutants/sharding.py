@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "a rank has joined before the others have",
         "engine/ranks.py",
-        '    store.wait(["longshore/all joined"], timeout)\n',
+        '    store.wait(["all joined"], timeout)\n',
         "",
         ("tests/engine/test_ranks.py",),
     ),

@@ -253,9 +253,9 @@ def _wait_for_all(store: Store, world_size: int, timeout: timedelta) -> None:
     Gloo connects its ranks when a group is made. One that is done first, and that ends with an error at once, would
     break the connection that another is still making, which would then report that rather than the first error.
     """
-    if store.add("longshore/joined", 1) == world_size:
-        store.set("longshore/all joined", "")
-    store.wait(["longshore/all joined"], timeout)
+    if store.add("joined", 1) == world_size:
+        store.set("all joined", "")
+    store.wait(["all joined"], timeout)
 
 
 def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
