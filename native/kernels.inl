@@ -52,8 +52,8 @@ LONGSHORE_INLINE float choose(uint32_t mask, float yes, float no) {
 
 LONGSHORE_INLINE float root_of(float x) { return __builtin_sqrtf(x); }
 
-// A number for each element of what is like `shape`.
-LONGSHORE_INLINE float like(float shape, float number) { return static_cast<void>(shape), number; }
+// A number, or a vector of it, as the first argument is.
+LONGSHORE_INLINE float like(float, float number) { return number; }
 
 #if defined(__AVX512BW__)
 LONGSHORE_INLINE __m512 choose(uint32_t mask, __m512 yes, __m512 no) {
