@@ -4,15 +4,20 @@
 step, as DeepSpeed keeps them; some seeds of each. Two runs of one seed that differ in their last bits at one step go
 separate ways and end at different losses. How different, runs show whose weights were changed by a millionth before the
 first step. Prints the mean of the last validation losses and its difference from that of float32 states, and draws the
-curves. Runs that are in the folder already are not repeated.
+curves. Runs that are in the folder already are not repeated. ``--jobs`` runs some at once, with a share of the cores
+each; what they print is then in their folders.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,12 +58,16 @@ class ChangedAdamW(longshore.AdamW):
         return super().step(*given, **named)
 
 
-def train(format: str, arguments: list[str]) -> None:
+def train(format: str, arguments: list[str], log: Path | None) -> None:
     """Run ``longshore train``; in a process of its own, where the optimizer may be replaced."""
     if format in (NEAREST, CHANCE):
         longshore.AdamW = NearestAdamW if format == NEAREST else ChangedAdamW  # pyright: ignore
         format = "fp32"
-    sys.exit(run_longshore(["train", *arguments, "--states", format]))
+    command = ["train", *arguments, "--states", format]
+    if log is None:
+        sys.exit(run_longshore(command))
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        sys.exit(run_longshore(command))
 
 
 def validation(folder: Path) -> dict[int, float]:
@@ -69,17 +78,18 @@ def validation(folder: Path) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in records if each["kind"] == "validation" and each["step"]}
 
 
-def run(format: str, seed: int, folder: Path, size: str, steps: int) -> dict[int, float]:
+def run(format: str, folder: Path, arguments: list[str], steps: int, quiet: bool) -> dict[int, float]:
     """Return the validation losses of one run by step, from ``folder`` if it was there already."""
     if steps not in validation(folder):
-        arguments = ["--size", size, "--steps", str(steps), "--seed", str(seed), "--eval-every", str(steps // 10)]
-        arguments += ["--eval-batches", "32", "--out", str(folder), "--overwrite"]
-        child = multiprocessing.get_context("spawn").Process(target=train, args=(format, arguments))
+        log = folder.with_suffix(".log") if quiet else None
+        child = multiprocessing.get_context("spawn").Process(target=train, args=(format, arguments, log))
         child.start()
         child.join()
         if child.exitcode != 0:
-            raise SystemExit(child.exitcode)
-    return validation(folder)
+            raise SystemExit(f"{folder} ended with {child.exitcode}" + (f"; {log} says why" if log else ""))
+    losses = validation(folder)
+    print(f"{folder.name}: {losses[steps]:.4f}", flush=True)
+    return losses
 
 
 def main(
@@ -90,6 +100,7 @@ def main(
     formats: Annotated[str, typer.Option(help="Some of them, with commas; fp32 runs always.")] = ",".join(
         FOLDERS.values()
     ),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
 ) -> None:
     """Train in each format, print how the final losses compare, and draw the curves."""
     chosen = {"fp32", *formats.split(",")}
@@ -98,11 +109,24 @@ def main(
             f"no such format: {', '.join(sorted(unknown))}; there are {', '.join(FOLDERS.values())}"
         )
     folders = {format: name for format, name in FOLDERS.items() if name in chosen}
-    runs: dict[str, list[dict[int, float]]] = {format: [] for format in folders}
-    for seed in range(seeds):
-        for format, name in folders.items():
-            runs[format].append(run(format, seed, out / f"{name}-{seed}", size, steps))
-    final = {format: [losses[steps] for losses in found] for format, found in runs.items()}
+    if jobs > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))  # of the children
+    out.mkdir(parents=True, exist_ok=True)
+    shape = ["--size", size, "--steps", str(steps), "--eval-every", str(steps // 10), "--eval-batches", "32"]
+    with ThreadPoolExecutor(jobs) as pool:
+        started = {}
+        for seed, (format, name) in product(range(seeds), folders.items()):
+            folder = out / f"{name}-{seed}"
+            arguments = [*shape, "--seed", str(seed), "--out", str(folder), "--overwrite"]
+            started[format, seed] = pool.submit(run, format, folder, arguments, steps, jobs > 1)
+        try:
+            for future in as_completed(started.values()):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    runs = {format: [started[format, seed].result() for seed in range(seeds)] for format in folders}
+    final = {format: [losses[steps] for losses in curves] for format, curves in runs.items()}
     base = final["fp32"]
     for format, losses in final.items():
         relative = [ours / theirs - 1 for ours, theirs in zip(losses, base, strict=True)]
@@ -114,8 +138,8 @@ def main(
             said += f"; by seed {', '.join(f'{each:+.2%}' for each in relative)}"
         print(said)
     lines = [
-        Series(format, [*found[0]], [statistics.mean(losses[step] for losses in found) for step in found[0]])
-        for format, found in runs.items()
+        Series(format, [*curves[0]], [statistics.mean(losses[step] for losses in curves) for step in curves[0]])
+        for format, curves in runs.items()
     ]
     (out / "curves.png").write_bytes(loss_curves(lines, f"validation loss, mean of {seeds} seeds"))
 
