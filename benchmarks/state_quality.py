@@ -4,8 +4,7 @@
 step, as DeepSpeed keeps them; some seeds of each. Two runs of one seed that differ in their last bits at one step go
 separate ways and end at different losses. How different, runs show whose weights were changed by a millionth before the
 first step. Prints the mean of the last validation losses and its difference from that of float32 states, and draws the
-curves. Runs that are in the folder already are not repeated. ``--jobs`` runs some at once, with a share of the cores
-each; what they print is then in their folders.
+curves. Runs that are in the folder already are not repeated. What a run prints is in a file beside its folder.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from benchmarks.second_moment import NEAREST
 from longshore.cli import main as run_longshore
 from longshore.cli.output import METRICS
 from longshore.cli.pictures import Series, loss_curves
+from longshore.machine import usable_cpus
 
 CHANCE = "fp32, weights changed by a millionth"
 FOLDERS = {"fp32": "fp32", "bf16": "bf16", "8bit": "8bit", NEAREST: "nearest", CHANCE: "chance"}
@@ -58,16 +58,13 @@ class ChangedAdamW(longshore.AdamW):
         return super().step(*given, **named)
 
 
-def train(format: str, arguments: list[str], log: Path | None) -> None:
+def train(format: str, arguments: list[str], log: Path) -> None:
     """Run ``longshore train``; in a process of its own, where the optimizer may be replaced."""
     if format in (NEAREST, CHANCE):
         longshore.AdamW = NearestAdamW if format == NEAREST else ChangedAdamW  # pyright: ignore
         format = "fp32"
-    command = ["train", *arguments, "--states", format]
-    if log is None:
-        sys.exit(run_longshore(command))
     with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-        sys.exit(run_longshore(command))
+        sys.exit(run_longshore(["train", *arguments, "--states", format]))
 
 
 def validation(folder: Path) -> dict[int, float]:
@@ -78,15 +75,15 @@ def validation(folder: Path) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in records if each["kind"] == "validation" and each["step"]}
 
 
-def run(format: str, folder: Path, arguments: list[str], steps: int, quiet: bool) -> dict[int, float]:
+def run(format: str, folder: Path, arguments: list[str], steps: int) -> dict[int, float]:
     """Return the validation losses of one run by step, from ``folder`` if it was there already."""
     if steps not in validation(folder):
-        log = folder.with_suffix(".log") if quiet else None
+        log = folder.with_suffix(".log")
         child = multiprocessing.get_context("spawn").Process(target=train, args=(format, arguments, log))
         child.start()
         child.join()
         if child.exitcode != 0:
-            raise SystemExit(f"{folder} ended with {child.exitcode}" + (f"; {log} says why" if log else ""))
+            raise SystemExit(f"the run of {folder} ended with {child.exitcode}; {log} says why")
     losses = validation(folder)
     print(f"{folder.name}: {losses[steps]:.4f}", flush=True)
     return losses
@@ -100,7 +97,7 @@ def main(
     formats: Annotated[str, typer.Option(help="Some of them, with commas; fp32 runs always.")] = ",".join(
         FOLDERS.values()
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once; each has a share of the cores.")] = 1,
 ) -> None:
     """Train in each format, print how the final losses compare, and draw the curves."""
     chosen = {"fp32", *formats.split(",")}
@@ -109,16 +106,16 @@ def main(
             f"no such format: {', '.join(sorted(unknown))}; there are {', '.join(FOLDERS.values())}"
         )
     folders = {format: name for format, name in FOLDERS.items() if name in chosen}
-    if jobs > 1:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))  # of the children
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cpus()) // jobs)))  # of the children
     out.mkdir(parents=True, exist_ok=True)
+    print(f"{seeds * len(folders)} runs; what each prints is in {out}/*.log", flush=True)
     shape = ["--size", size, "--steps", str(steps), "--eval-every", str(steps // 10), "--eval-batches", "32"]
     with ThreadPoolExecutor(jobs) as pool:
         started = {}
         for seed, (format, name) in product(range(seeds), folders.items()):
             folder = out / f"{name}-{seed}"
             arguments = [*shape, "--seed", str(seed), "--out", str(folder), "--overwrite"]
-            started[format, seed] = pool.submit(run, format, folder, arguments, steps, jobs > 1)
+            started[format, seed] = pool.submit(run, format, folder, arguments, steps)
         try:
             for future in as_completed(started.values()):
                 future.result()
