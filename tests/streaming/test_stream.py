@@ -118,7 +118,6 @@ class Pair:
     def step(self, call: Call, seed: int, clip: float | None = None) -> None:
         for model in (self.model, self.plain):
             call(model, seed)
-        torch.accelerator.synchronize()
         scale = 1.0
         if self.release:
             gradients, self.summed = self.summed, [None] * len(self.summed)

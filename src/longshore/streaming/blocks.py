@@ -87,6 +87,8 @@ class Block:
             try:
                 with self._resident.lock:
                     self._enter()
+                for parameter in self.parameters:  # not with the lock, for which backward's threads may wait
+                    parameter.wait()
             except BaseException:
                 self.end_use(failed=True)
                 raise
@@ -139,7 +141,8 @@ class Block:
                 return saved
         if around is not None:
             return _Packed(around[0](tensor), around[1])
-        return tensor if tensor.is_inference() else _Kept(tensor, tensor._version)
+        # Not the tensor itself: it may be the output of the function that keeps it, which would then keep itself.
+        return tensor if tensor.is_inference() else _Kept(tensor.detach(), tensor._version)
 
 
 class _Kept(NamedTuple):

@@ -226,13 +226,24 @@ class StreamedParameter:
             self._fetch = self._lanes.fetch(self.rest.detach())
 
     def values(self) -> Tensor:
-        """Return the values on the device; work of the current stream from now on sees them."""
+        """Return the values on the device; work of the current stream from now on sees them. :meth:`wait` has to
+        follow."""
         self.fetch()
         assert self._fetch is not None
         return self._lanes.reach(self._fetch)
 
+    def wait(self) -> None:
+        """Wait until the values that are used are on the device.
+
+        Whoever called the model may write to the parameter as soon as that returns, and torch tells nobody: a copy that
+        is still under way would bring values of both. A block that was fetched ahead is not waited for; it is fetched
+        again if it was written.
+        """
+        if (fetch := self._fetch) is not None:
+            fetch.wait()
+
     def place(self) -> None:
-        """Give the twin the values on the device."""
+        """Give the twin the values on the device, as :meth:`values`."""
         self.twin.data = self.values()
         self._placed = self.twin._version
 
@@ -286,4 +297,6 @@ class SavedValues(NamedTuple):
             )
         self.use()
         with torch.no_grad():
-            return parameter.values().as_strided(*self.place)
+            values = parameter.values()
+            parameter.wait()
+            return values.as_strided(*self.place)
