@@ -21,7 +21,7 @@ from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.tiles import Recorder
 from longshore.torch_versions import require
-from longshore.transfer import allocate_pinned
+from longshore.transfer import allocate_pinned, part_of
 from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
@@ -105,7 +105,7 @@ class Stream:
         memory, begin = self._pinned(sum(sizes.values())), 0
         named = {id(parameter): full for full, parameter in self._model.named_parameters()}
         for key, parameter in inside.items():
-            part = memory[begin : begin + parameter.nbytes]
+            part = part_of(memory, begin, parameter.nbytes)
             self._streamed[key] = StreamedParameter(named[key], parameter, part, self._lanes)
             begin += sizes[key]
         places = [Place(module, attribute, self._streamed[id(parameter)]) for module, attribute, parameter in found]

@@ -14,7 +14,7 @@ from longshore.transfer.device import (
     ResidentTransfer,
     RestingTransfer,
 )
-from longshore.transfer.pinned import PinnedPool, allocate_pinned
+from longshore.transfer.pinned import PinnedPool, allocate_pinned, part_of
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "SimulatedTransfer",
     "Transfer",
     "allocate_pinned",
+    "part_of",
     "transfer_for",
     "wait_for_all",
 ]

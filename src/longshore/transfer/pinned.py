@@ -51,6 +51,16 @@ def allocate_pinned(num_bytes: int) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
+def part_of(memory: Tensor, begin: int, num_bytes: int) -> Tensor:
+    """Return ``num_bytes`` bytes of ``memory``, uint8, that are a storage of their own for torch.
+
+    Tools that save models take tensors of one storage for one tensor, or save all of it for each of them.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory.numpy()[begin : begin + num_bytes], dtype=torch.uint8)  # which keeps the memory
+
+
 class PinnedPool:
     """Pinned memory that is given again once the last tensor over it is freed; any thread may free it."""
 
