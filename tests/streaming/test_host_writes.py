@@ -172,3 +172,29 @@ def test_a_target_that_is_computed_between_backward_and_step(
         have = _trained(model, optimizers[1], between)
         delays(0, 0, 0)
         assert all(map(torch.equal, have, want))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kernel_us, copy_us", DELAYS)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "torch's SGD", "torch's SGD, foreach"])
+def test_a_grad_scaler_unscales_on_the_host(kind: str, clips: bool, kernel_us: int, copy_us: int) -> None:
+    """1 / scale is on its way to the host when unscale_() returns to Python; one loss is not finite."""
+    found = []
+    for each, late in zip(pair(), [(0, 0), (kernel_us, copy_us)], strict=True):
+        optimizer = OPTIMIZERS[kind](each.parameters())
+        scaler = torch.amp.GradScaler(device_type(), init_scale=1024.0, growth_interval=2)
+        delays(0, *late)
+        for step in range(5):
+            loss = each(inputs()).square().mean() * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_value_(each.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        delays(0, 0, 0)
+        found.append(([value.detach().cpu() for value in each.parameters()], scaler.get_scale()))
+    assert found[0][1] == found[1][1]
+    assert all(map(torch.equal, found[0][0], found[1][0]))

@@ -75,7 +75,7 @@ def test_a_file_with_some_of_the_parameters_has_the_bytes_of_these(tmp_path: Pat
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_accelerate_saves_what_it_loads(safe: bool, tmp_path: Path) -> None:
-    plain, model, _ = streamed()
+    _, model, _ = streamed()
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, longshore.AdamW(model.parameters()))
     tokens = torch.arange(7, device=device_type())

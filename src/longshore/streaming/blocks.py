@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.modules.module as _every_module
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from longshore.errors import LongshoreError, ParameterError
+from longshore.kernels import checksums_on
 from longshore.streaming.parameters import SavedValues, StreamedParameter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +59,8 @@ class Block:
         self._thread: int | None = None
         self._by_memory: dict[int, StreamedParameter] = {}
         """Its parameters, by the address of the memory that they have while it is in use."""
+        self._sums: Tensor | None = None
+        """Checksums of them as they were placed, where hooks run that may write to them unseen."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +70,30 @@ class Block:
     def has_pre_hooks(self) -> bool:
         """Whether somebody has hooks that run before forward of one of its modules."""
         return bool(self.module._forward_pre_hooks) or any(place.module._forward_pre_hooks for place in self.places)
+
+    @property
+    def _has_hooks_inside(self) -> bool:
+        """Whether somebody has hooks that run while the block's modules have its parameters on the device."""
+        return bool(_every_module._global_forward_pre_hooks or _every_module._global_forward_hooks) or any(
+            each is not self.module and (each._forward_pre_hooks or each._forward_hooks)
+            for each in self.module.modules()
+        )
+
+    def _check_backward_hooks(self) -> None:
+        """Raise LongshoreError if a hook that runs in backward would look for gradients before they are there."""
+        of_all = bool(_every_module._global_backward_hooks or _every_module._global_backward_pre_hooks)
+        hooked = (each for each in self.module.modules() if each._backward_hooks or each._backward_pre_hooks)
+        if (found := next(hooked, None)) is None and not of_all:
+            return
+        if torch.is_grad_enabled() and self._resident.trains():
+            names = dict(self.module.named_modules(prefix=self.name))
+            name = "every module" if of_all else next(name for name, each in names.items() if each is found)
+            raise LongshoreError(
+                f"{name or 'the model'} has a full backward hook, which would not find the gradients of parameters in "
+                ".grad: those of a streamed model come to the host while backward goes on. Remove the hook, and use "
+                "parameter.register_post_accumulate_grad_hook(...) for gradients of parameters, or "
+                "output.register_hook(...) for those of what a module returns"
+            )
 
     def fetch(self) -> None:
         for parameter in self.parameters:
@@ -89,6 +117,7 @@ class Block:
                     self._enter()
                 for parameter in self.parameters:  # not with the lock, for which backward's threads may wait
                     parameter.wait()
+                self._sums = self._checksums() if self._has_hooks_inside else None
             except BaseException:
                 self.end_use(failed=True)
                 raise
@@ -101,6 +130,7 @@ class Block:
             if self.users == 1 and not failed:
                 for parameter in self.parameters:
                     parameter.check_unwritten()
+                self._check_sums()
         finally:
             self.users -= 1
             if not self.users:
@@ -108,7 +138,27 @@ class Block:
                     if module._parameters.get(name) is parameter.twin:
                         module._parameters[name] = parameter.rest
 
+    def _checksums(self) -> Tensor | None:
+        there = [_bits(each.twin) for each in self.parameters if each.twin.numel()]
+        return checksums_on(self._resident.device)(there) if there else None
+
+    def _check_sums(self) -> None:
+        """Raise ParameterError if a hook wrote to a parameter where torch cannot see it."""
+        before, self._sums = self._sums, None
+        if before is None:
+            return
+        now = self._checksums()
+        assert now is not None
+        if differing := (now != before).nonzero().flatten().tolist():
+            there = [each for each in self.parameters if each.twin.numel()]
+            raise ParameterError(
+                f"parameter {there[differing[0]].name} was written to in a hook of a module inside "
+                f"{self.name or 'the model'}, on the device, where its values are a copy that is dropped: write to "
+                "parameters of a streamed model between its calls"
+            )
+
     def _enter(self) -> None:
+        self._check_backward_hooks()
         for module, name, parameter in self.places:
             if module._parameters.get(name) is not parameter.rest:
                 raise ParameterError(
@@ -143,6 +193,14 @@ class Block:
             return _Packed(around[0](tensor), around[1])
         # Not the tensor itself: it may be the output of the function that keeps it, which would then keep itself.
         return tensor if tensor.is_inference() else _Kept(tensor.detach(), tensor._version)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the elements of a dense tensor, flat, as a dtype that checksums take; none of their bits is left out."""
+    flat = values.detach().as_strided((values.numel(),), (1,))
+    if flat.element_size() == 1:
+        return flat.view(torch.uint8).bfloat16()  # which has each number of eight bits
+    return flat.view(torch.bfloat16 if flat.element_size() == 2 else torch.float32)
 
 
 class _Kept(NamedTuple):
@@ -182,6 +240,7 @@ class Resident:
     """Which blocks of a model are on the device.
 
     Attributes:
+        blocks: of the model, the kept one too.
         kept: the block of parameters that are in no other one, which stays from the beginning of a call of the model to
             the beginning of the next.
         in_time, late: blocks that were on their way when they were used, and those that were not.
@@ -192,6 +251,7 @@ class Resident:
         self.device = device
         self.lock = threading.RLock()
         """Forward and autograd's threads use blocks."""
+        self.blocks: Sequence[Block] = ()
         self.kept: Block | None = None
         self.in_time = self.late = self.most_bytes = 0
         self._there: list[Block] = []
@@ -209,6 +269,10 @@ class Resident:
                         parameter.drop()
             self._there = [block for block in self._there if block.users]
             self._before = self._now = None
+
+    def trains(self) -> bool:
+        """Return whether any parameter of the model gets a gradient."""
+        return any(each.rest.requires_grad for block in self.blocks for each in block.parameters)
 
     def forget(self, block: Block) -> None:
         """Free the parameters of a block that no other block in use has: their values may be old."""

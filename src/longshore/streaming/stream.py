@@ -18,6 +18,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.streaming.blocks import Block, Place, Resident, not_compiled
 from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint, check_fits, check_parameters, nbytes
+from longshore.streaming.grad_scaler import wait_for_scales
 from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.tiles import Recorder
 from longshore.torch_versions import require
@@ -82,7 +83,7 @@ class Stream:
         check_fits(model, device, contents)
         self._lanes = Lanes(device, max(map(nbytes, contents)))
         self._blocks = [self._block(names[id(unit)], unit, places[id(unit)]) for unit in (*units, model)]
-        self._resident.kept = self._blocks[-1]
+        self._resident.blocks, self._resident.kept = self._blocks, self._blocks[-1]
         self._buffers = [(module, name) for module in model.modules() for name in module._buffers]
         self._move_buffers(device)
         # All of them: a checkpoint computes any of them again, by itself.
@@ -332,6 +333,7 @@ def stream(
             "its blocks, as in blocks=['Block'] (a class) or blocks=1_000_000 (elements)"
         )
     check_checkpoint(model, checkpoint)
+    wait_for_scales()
     return Stream(model, device, units, checkpoint)
 
 
