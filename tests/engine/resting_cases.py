@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -98,3 +99,56 @@ def handled(place: str, dtype: str) -> None:
     run.check("loaded what state_dict() gave")
     run.step(3)
     run.engine.destroy()
+
+
+def written_after_forward(seed: int, kernel_us: int, copy_us: int, frozen: bool) -> None:
+    """A parameter is written right after a forward without gradients, or after a backward, whose copies of it to the
+    device are late; ``frozen``: nothing comes to the host after the last of them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    for parameter in model[:3].parameters() if frozen else ():
+        parameter.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    config = longshore.Config(
+        stage=3,
+        offload_device="cpu",
+        param_device="cpu",
+        optimizer={"type": "SGD", "lr": 0.5},
+        wrap_policy=["Linear"],
+    )
+    engine = longshore.initialize(model=model, config=config).engine
+    twin.to(engine.device)
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    found = []
+    for each in (engine, twin):
+        if each is engine:
+            delays(seed, kernel_us, copy_us)
+        given = x.to(engine.device).requires_grad_()
+        with torch.no_grad():
+            out = each(given)
+        _halve(each)
+        loss = each(given).square().sum()
+        engine.backward(loss) if each is engine else loss.backward()
+        _halve(each)
+        assert given.grad is not None
+        with longshore.gather([next(engine.module.parameters())] if each is engine else []):
+            first = next(each.parameters()) * 2.0
+        _halve(each)
+        found.append([out.detach().cpu(), given.grad.cpu(), first.detach().cpu()])
+    delays(0, 0, 0)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    engine.zero_grad()
+    engine.destroy()
+
+
+def _halve(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def delays(seed: int, kernel_us: int, copy_us: int) -> None:
+    if torch.accelerator.current_accelerator().type == "sim":  # pyright: ignore
+        import simulated_device
+
+        simulated_device.native().set_delays(seed, kernel_us, copy_us)

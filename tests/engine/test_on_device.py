@@ -107,6 +107,15 @@ def test_what_scripts_do_with_parameters_and_states(place: str, dtype: str, two_
     two_devices(resting_cases.handled, place, dtype)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kernel_us, copy_us", [(0, 3000), (3000, 0)])
+def test_a_parameter_on_the_host_that_is_written_after_a_forward(
+    kernel_us: int, copy_us: int, frozen: bool, two_devices: Ranks
+) -> None:
+    resting_cases.written_after_forward(0, kernel_us, copy_us, frozen)
+    two_devices(resting_cases.written_after_forward, 0, kernel_us, copy_us, frozen)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_of_one_bucket_that_are_computed_on_two_streams(stage: int, late: int, two_devices: Ranks) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.hooks import RemovableHandle
 
+from longshore.accelerator import wait_for
 from longshore.errors import ParameterError
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.sharding.fsdp_records import check_supported, groups_of, modules_with, parallel_placements
@@ -32,6 +33,26 @@ _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 """The models of all engines."""
 
 
+class CopiesOfShards:
+    """Copies to the device of shards that rest on the host. Whoever calls the model may write to its parameters as soon
+    as a forward or backward returns, and torch tells nobody, so that these wait for the copies."""
+
+    def __init__(self) -> None:
+        self._last: torch.Event | None = None
+
+    def began(self, device: torch.device) -> None:
+        """Note that the current stream of the device waits for the copies so far."""
+        self._last = torch.accelerator.current_stream(device).record_event()
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)  # pyright: ignore
+
+    @_disable_dynamo
+    def wait(self, *_: object) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            wait_for(last)
+
+
 class FullyShardedModel:
     """A model to which ``fully_shard`` was applied, the root last.
 
@@ -42,6 +63,7 @@ class FullyShardedModel:
         largest_numel: elements of the largest group of parameters that are gathered together.
         names: names of parameters, by ``id(parameter)``.
         tp_rank: this rank's place in tensor parallelism.
+        copies: of shards that rest on the host.
         whole: parameters that are whole now, inside blocks of ``gather()``, by ``id(parameter)``.
 
     Raises:
@@ -90,6 +112,12 @@ class FullyShardedModel:
         self._lasting_hooks += [
             module.register_load_state_dict_pre_hook(self._before_loading) for module in model.modules()
         ]
+        self.copies = CopiesOfShards()
+        if any(member.offload_to_cpu for member in self.members.values()):
+            self._lasting_hooks += [
+                module.register_forward_hook(self.copies.wait, always_call=True)  # pyright: ignore
+                for module in self.modules
+            ]
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():

@@ -27,7 +27,7 @@ from longshore.errors import GradientError, LongshoreError
 from longshore.layout import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.fsdp import FullyShardedModel
+from longshore.sharding.fsdp import CopiesOfShards, FullyShardedModel
 from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
@@ -63,7 +63,7 @@ class FullySharded(Ownership):
         if self._gathers_with_all:
             # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
             collectives.uncounted = self._gathers.uncounted
-        model.gather_by(lambda number: ModuleGather(self._gathers, number))
+        model.gather_by(lambda number: ModuleGather(self._gathers, number, model.copies))
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
         layouts = {index: self._layout_of(index) for index, _, _ in parameters}
@@ -354,9 +354,10 @@ class GatherWork(dist.Work):
 class ModuleGather(DefaultAllGather):
     """FSDP2's all-gather for one module's parameters, which gathers in meetings."""
 
-    def __init__(self, meetings: GatherMeetings, number: int) -> None:
+    def __init__(self, meetings: GatherMeetings, number: int, copies: CopiesOfShards) -> None:
         self._meetings = meetings
         self._number = number
+        self._copies = copies
         self._block: SharedBlock | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -371,6 +372,7 @@ class ModuleGather(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if output_tensor.device.type != "cpu":
+            self._copies.began(output_tensor.device)
             self._meetings.gather(self._number, None, None).wait()
             work = super().__call__(output_tensor, input_tensor, group, async_op=True)
             assert work is not None

@@ -114,5 +114,6 @@ class GatherBlock:
                     model.handles.note([whole.name])
         for model in self._models:
             model.align_trainable()
+            model.copies.wait()
         for module in self._modules:
             FSDPModule.reshard(module)
