@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, allocate_pinned
 
@@ -247,12 +248,13 @@ def compute_again(
     ``inputs_on_host``: the tensors among the arguments are kept in host memory, unless the call is inside of another
     one, which computes it again itself.
     """
-    names, positional = tuple(kwargs), len(args)
+    inputs = _Inputs(args, kwargs)
 
     def run(*values: Any) -> Any:
+        args, kwargs = inputs.of(values)
         former, _nesting.inside = _nesting.inside, True
         try:
-            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+            return function(*args, **kwargs)
         finally:
             _nesting.inside = former
 
@@ -261,7 +263,59 @@ def compute_again(
     on_host = inputs_on_host and not _nesting.inside
     with saved_tensors_hooks(InputsOfCall().save, HostInput.restore) if on_host else contextlib.nullcontext():
         # Keyword arguments are passed by position: torch saves only positional tensors with versions, like autograd.
-        return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(run, *inputs.take_values(), use_reentrant=False)
+
+
+class _Inputs:
+    """The arguments of a call, and how they are made again of what torch keeps of them.
+
+    A tensor is kept once, so that in the recomputation it is one tensor wherever it was one in the call, also inside of
+    a container beside itself. Other arguments are kept as they are.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
+        """The arguments themselves, until the call has got them: kept longer, they would keep memory."""
+        self._names, self._num_positional = tuple(kwargs), len(args)
+        arguments = [*args, *kwargs.values()]
+        tensors = {id(each): each for each in arguments if isinstance(each, Tensor)}
+        place = {key: index for index, key in enumerate(tensors)}
+        self._values: list[Any] = [*tensors.values()]
+        self._places: list[int] = []
+        """Of each argument among the values."""
+        self._containers: dict[int, tuple[TreeSpec, dict[int, int]]] = {}
+        """Values that are the leaves of a container: what it is, and which of its leaves are a value by themselves."""
+        for each in arguments:
+            if isinstance(each, Tensor):
+                self._places.append(place[id(each)])
+                continue
+            leaves, spec = tree_flatten(each, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))
+            shared = {index: place[id(leaf)] for index, leaf in enumerate(leaves) if id(leaf) in place}
+            if shared:
+                self._containers[len(self._values)] = spec, shared
+                each = [None if index in shared else leaf for index, leaf in enumerate(leaves)]
+            self._places.append(len(self._values))
+            self._values.append(each)
+
+    def take_values(self) -> list[Any]:
+        """Return what torch is to keep; it is asked for once, so that nothing else keeps it."""
+        values, self._values = self._values, []
+        return values
+
+    def of(self, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments: the first time those of the call itself, then made again of ``values``."""
+        if self._given is not None:
+            given, self._given = self._given, None
+            return given
+        arguments = [self._argument(place, values) for place in self._places]
+        return arguments[: self._num_positional], dict(zip(self._names, arguments[self._num_positional :], strict=True))
+
+    def _argument(self, place: int, values: Sequence[Any]) -> Any:
+        if place not in self._containers:
+            return values[place]
+        spec, shared = self._containers[place]
+        leaves = [values[shared[index]] if index in shared else leaf for index, leaf in enumerate(values[place])]
+        return tree_unflatten(leaves, spec)
 
 
 class _Nesting(threading.local):

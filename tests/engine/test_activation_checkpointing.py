@@ -155,6 +155,24 @@ def test_a_checkpoint_within_one_is_part_of_the_outer() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, nested, strict=True))
 
 
+@pytest.mark.parametrize("in_cpu", [False, True])
+def test_one_tensor_in_several_places_is_one_again(in_cpu: bool) -> None:
+    configure(checkpoint_in_cpu=in_cpu)
+    weight = torch.tensor(3.0, requires_grad=True)
+    asked: list[tuple[bool, ...]] = []
+
+    def asks(q: Tensor, k: Tensor, other: Tensor, *, named: Tensor, within: dict[str, Any]) -> Tensor:
+        asked.append((k is q, other is q, named is q, within["inside"][0] is q, within["inside"][1] is other))
+        return (weight * q if k is q and within["inside"][0] is named else q).sin().sum()
+
+    x = torch.randn(4, requires_grad=True) * 2
+    loss = checkpoint(asks, x, x, x.view(4), named=x, within={"inside": (x, x.view(4)), "text": "a"})
+    assert held_host_bytes() == (2 * 16 if in_cpu else 0)  # x, and the view
+    loss.backward()
+    assert asked == [(True, False, True, True, False)] * 2 and weight.grad is not None
+    assert torch.equal(weight.grad, ((3 * x).cos() * x).sum())
+
+
 def test_an_exception_leaves_nothing_behind() -> None:
     configure(checkpoint_in_cpu=True)
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from longshore.errors import LongshoreError, ParameterError
 from longshore.kernels import checksums_on
 from longshore.streaming.parameters import SavedValues, StreamedParameter
+from longshore.streaming.recomputed import keep_input
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -191,8 +192,11 @@ class Block:
                 return saved
         if around is not None:
             return _Packed(around[0](tensor), around[1])
+        if tensor.is_inference():
+            return tensor
+        keep_input()
         # Not the tensor itself: it may be the output of the function that keeps it, which would then keep itself.
-        return tensor if tensor.is_inference() else _Kept(tensor.detach(), tensor._version)
+        return _Kept(tensor.detach(), tensor._version)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ when the copy is done, to the parameter's own hooks and its ``.grad`` on the thr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -260,6 +261,23 @@ class StreamedParameter:
                 "dropped: write to parameters of a streamed model between its calls"
             )
 
+    def watch(self) -> Callable[[], None]:
+        """Return :meth:`check_same` for what the parameter is now."""
+        return functools.partial(self.check_same, self._now())
+
+    def check_same(self, then: _Version) -> None:
+        """Raise RuntimeError, as autograd does, if the parameter was written or given other memory since ``then``."""
+        now = self._now()
+        if now == then:
+            return
+        how = f"was given other memory (p.data = ...) {_SINCE}"
+        if now.version != then.version:
+            how = (
+                "is needed for gradient computation, and has been modified by an inplace operation "
+                f"{_SINCE} (version {now.version}, expected {then.version})"
+            )
+        raise RuntimeError(f"parameter {self.name} {how}: call backward() before step(), or forward again after it")
+
     def drop(self) -> None:
         """Free the memory on the device. What is enqueued already still reads it."""
         if self._fetch is not None:
@@ -284,19 +302,9 @@ class SavedValues(NamedTuple):
 
     def restore(self) -> Tensor:
         """Raises RuntimeError, as autograd does, if the parameter was written in the meantime."""
-        parameter, now = self.parameter, self.parameter._now()
-        if now != self.saved:
-            how = f"was given other memory (p.data = ...) {_SINCE}"
-            if now.version != self.saved.version:
-                how = (
-                    "is needed for gradient computation, and has been modified by an inplace operation "
-                    f"{_SINCE} (version {now.version}, expected {self.saved.version})"
-                )
-            raise RuntimeError(
-                f"parameter {parameter.name} {how}: call backward() before step(), or forward again after it"
-            )
+        self.parameter.check_same(self.saved)
         self.use()
         with torch.no_grad():
-            values = parameter.values()
-            parameter.wait()
+            values = self.parameter.values()
+            self.parameter.wait()
             return values.as_strided(*self.place)

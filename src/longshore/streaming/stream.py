@@ -20,6 +20,7 @@ from longshore.streaming.blocks import Block, Place, Resident, not_compiled
 from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint, check_fits, check_parameters, nbytes
 from longshore.streaming.grad_scaler import wait_for_scales
 from longshore.streaming.parameters import Lanes, StreamedParameter
+from longshore.streaming.recomputed import Unwritten
 from longshore.tiles import Recorder
 from longshore.torch_versions import require
 from longshore.transfer import allocate_pinned, part_of
@@ -91,12 +92,15 @@ class Stream:
         inside = {id(inner) for unit in units for inner in unit.modules() if inner is not unit}
         outer = {id(unit) for unit in units} - inside
         blocks = dict(zip((id(unit) for unit in (*units, model)), self._blocks, strict=True))
+        self._methods: list[_StreamedMethod] = []
         for module in self._modules:
             block = blocks[id(owners.get(id(module), model))]
+            watched = [self._streamed[id(each)] for each in module.parameters()]
             # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
             for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
                 again = checkpoint is not False and method == "forward" and id(module) in outer
-                setattr(module, method, _StreamedMethod(self, module, block, names[id(module)], method, again))
+                made = _StreamedMethod(self, module, block, names[id(module)], method, watched if again else None)
+                self._methods.append(made)
         _streams.add(self)
 
     def _block(self, name: str, module: nn.Module, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
@@ -176,9 +180,8 @@ class Stream:
             return
         self.closed = True  # also for methods that somebody has wrapped in others since
         self._resident.begin()
-        for module in self._modules:
-            for found in [each for each in module.__dict__.values() if isinstance(each, _StreamedMethod)]:
-                found.unwrap()
+        for method in self._methods:
+            method.follow().unwrap()
         self._move_buffers(torch.device("cpu"))
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
@@ -207,6 +210,7 @@ class Stream:
                 "are fetched as they are used: call close() of the stream first, or use loss.backward()"
             )
         if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
+            self._methods = [method.follow() for method in self._methods]
             self._resident.begin()
             self._lanes.forget_gradients()
         kept_out = block.begin_use()
@@ -222,48 +226,90 @@ class Stream:
 class _StreamedMethod:
     """A method of a module that is streamed, which runs with the module's block in use.
 
+    It takes the method's place as an attribute of the module, and looks it up at each call, since it may change.
+
     Args:
         name: of the module in the model.
         method: the method's name.
-        again: whether it is computed again in backward, instead of keeping what it computes.
+        watched: the parameters of the module, if it is computed again in backward, instead of keeping what it computes.
     """
 
     def __init__(
-        self, stream: Stream, module: nn.Module, block: Block, name: str, method: str, again: bool = False
+        self,
+        stream: Stream,
+        module: nn.Module,
+        block: Block,
+        name: str,
+        method: str,
+        watched: Sequence[StreamedParameter] | None = None,
     ) -> None:
         self._stream = stream
         self._module = module
         self._block = block
         self._name = name
         self._method = method
-        self._again = again
+        self._watched = watched
         self._own: Any = module.__dict__.get(method)
         """What the module itself had for its class's method, if anything."""
-        self._former = getattr(module, method)
-        functools.update_wrapper(self, self._former)
+        functools.update_wrapper(self, self._former())
+        module.__dict__[method] = self
+        # copy, deepcopy and pickle of the module all ask for it.
+        module.__dict__["__getstate__"] = self._refuse
+
+    @not_compiled
+    def _former(self) -> Callable[..., Any]:
+        """Return the method as it is without streaming, now."""
+        if self._own is not None:
+            return self._own
+        kind: Any = type(self._module)
+        for each in kind.__mro__:
+            if (found := vars(each).get(self._method)) is not None:
+                return found.__get__(self._module, kind) if hasattr(found, "__get__") else found
+        return kind.__getattr__(self._module, self._method)  # of a module that has what another one has
+
+    def follow(self) -> _StreamedMethod:
+        """Stream what somebody has put in the place of this method since, which may call it; return what streams."""
+        found = self._module.__dict__.get(self._method)
+        if isinstance(found, _StreamedMethod):
+            return found
+        return _StreamedMethod(self._stream, self._module, self._block, self._name, self._method, self._watched)
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._stream.closed:
-            return self._former(*args, **kwargs)
-        if not self._again or not torch.is_grad_enabled():
+            return self._former()(*args, **kwargs)
+        # A method that calls the one that it took the place of is computed again as a whole.
+        if self._watched is None or self._block.users or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
+        return self._compute_again(self._watched, args, kwargs)
+
+    @not_compiled
+    def _compute_again(self, watched: Sequence[StreamedParameter], args: Any, kwargs: Any) -> Any:
         if (cache := cache_among(args, kwargs)) is not None:
             raise LongshoreError(
                 f"{self._name} is computed again in backward (checkpoint={self._stream.checkpoint!r}), and would write "
                 f"to {cache} again: call the model with use_cache=False while it trains"
             )
-        return compute_again(self._run, args, kwargs, inputs_on_host=self._stream.checkpoint == "cpu")
+        unwritten = Unwritten(self._name, self._module, watched)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            unwritten.check()
+            return self._run(*args, **kwargs)
+
+        result = compute_again(run, args, kwargs, inputs_on_host=self._stream.checkpoint == "cpu")
+        unwritten.check_after_forward()
+        return result
 
     @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stream.call(self._block, self._former, args, kwargs)
+        return self._stream.call(self._block, self._former(), args, kwargs)
 
     def unwrap(self) -> None:
-        if self._own is None:
-            delattr(self._module, self._method)
-        else:
-            setattr(self._module, self._method, self._own)
+        """Let the module have its method again."""
+        del self._module.__dict__[self._method]
+        if self._own is not None:
+            self._module.__dict__[self._method] = self._own
+        self._module.__dict__.pop("__getstate__", None)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
