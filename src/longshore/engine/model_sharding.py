@@ -83,7 +83,7 @@ def shard_model(
     replaced = {name: each for name, each in former.items() if each is not present[name]}
     weights.fill(sharded, replaced, ranks)
     replace_by_shards((each, present[name]) for name, each in replaced.items())
-    sharded.handles.note(replaced)
+    sharded.handles.note(present)  # of an engine before this one, too
     return sharded
 
 
@@ -143,11 +143,19 @@ def _replace_parameters(
 
 
 def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype: torch.dtype | None) -> bool:
-    """Return whether the user applied ``fully_shard`` to the model.
+    """Return whether ``fully_shard`` was applied to the model, by the user or for an engine before this one; what was
+    frozen or thawed since then counts from here on.
 
     Raises:
-        ValueError: parameters are sharded in a way that the engine, the number of ranks or the configuration rules out.
+        ValueError: parameters are sharded in a way that the engine, the number of ranks or the configuration rules out,
+            or they are gathered now.
     """
+    if is_fully_sharded(model):
+        require("stage 3")
+        from longshore.sharding.fsdp_records import align_trainable, check_not_gathered, members_of
+
+        check_not_gathered(model)
+        align_trainable(members_of(model))
     sharded = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
     if not sharded:
         return False

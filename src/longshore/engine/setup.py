@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -309,7 +310,13 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
         )
     register(optimizer)
     if sharded is not None:
-        sharded.when_gathered(lambda: optimizer._core.source.look_again())
+        made = weakref.ref(optimizer)  # the model has this hook until the engine is closed, and must not keep it
+
+        def look_again() -> None:
+            if (alive := made()) is not None:
+                alive._core.source.look_again()
+
+        sharded.when_gathered(look_again)
 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:

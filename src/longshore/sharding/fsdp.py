@@ -23,7 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from longshore.accelerator import wait_for
 from longshore.errors import ParameterError
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
-from longshore.sharding.fsdp_records import check_supported, groups_of, modules_with, parallel_placements
+from longshore.sharding.fsdp_records import (
+    align_trainable,
+    check_supported,
+    groups_of,
+    modules_with,
+    parallel_placements,
+)
 from longshore.sharding.gathered_writes import GatheredWrites
 from longshore.sharding.handles import Handles
 from longshore.sharding.layout import ParameterLayout, RankGrid
@@ -95,8 +101,7 @@ class FullyShardedModel:
         self._data_mesh, self.grid = self._check_meshes()
         self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
         self._check_dtypes(groups)
-        self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
-        """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
+        align_trainable(self.members.values())
         self._writes = GatheredWrites()
         self.handles = Handles({name: key for key, name in self.names.items()}, self.members, self.whole)
         self.discarded = False
@@ -118,6 +123,7 @@ class FullyShardedModel:
                 module.register_forward_hook(self.copies.wait, always_call=True)  # pyright: ignore
                 for module in self.modules
             ]
+        self._look_again: Callable[[], None] = lambda: None
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():
@@ -178,6 +184,7 @@ class FullyShardedModel:
     @_disable_dynamo
     def _before_forward(self, *_: object) -> None:
         self.align()
+        self._look_again()  # at what was thawed
         if self.discarded:
             self.discarded = False
             self._free()
@@ -201,21 +208,7 @@ class FullyShardedModel:
                 self._free()
 
     def align_trainable(self) -> None:
-        """Freeze or thaw a shard, the tensor into which it is gathered, and the parameter that it replaced as the user
-        did one of them.
-
-        FSDP2 only ever carries this from shards to gathered tensors, when it gathers them. Users may hold any of them.
-        """
-        for key, member in self.members.items():
-            before, shard = self._trainable[key], member.sharded_param
-            leaf = getattr(member, "_unsharded_param", shard)
-            former = former_of(shard)
-            handles = (shard, leaf) if former is None else (shard, leaf, former)
-            if all(each.requires_grad == before for each in handles):
-                continue
-            self._trainable[key] = not before
-            for each in handles:
-                each.requires_grad_(not before)
+        align_trainable(self.members.values())
 
     @_disable_dynamo
     def _after_forward(self, *_: object) -> None:
@@ -250,8 +243,9 @@ class FullyShardedModel:
         return getattr(self.members[id(parameter)], "_unsharded_param", None)
 
     def when_gathered(self, call: Callable[[], None]) -> None:
-        """Call ``call`` after each module's first forward, when its parameters have been gathered and no backward has
-        reached them."""
+        """Call ``call`` before each forward of the model, and after each module's first one, when its parameters have
+        been gathered and no backward has reached them."""
+        self._look_again = call
 
         @_disable_dynamo  # it looks into weak dictionaries, which other threads change meanwhile
         def once(module: nn.Module, *_: object) -> None:
