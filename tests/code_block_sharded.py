@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from code_block_setups import Names, batches_of, setup
+from support import whole
 from torch import Tensor, nn
 
 import longshore
@@ -91,6 +93,41 @@ def accumulated(_: Path) -> Iterator[Names]:
         other(batch).square().mean().backward()
     theirs.step()
     assert _same_on_all_ranks(model, other)
+
+
+@setup
+def saved_by_torch(folder: Path) -> Iterator[Names]:
+    """A checkpoint in bf16 of torch's optimizer; afterwards an engine goes on from what the block made of it, with the
+    weights of the loop that the block leaves behind."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, other, names = _towers(offload=False)
+    third = copy.deepcopy(model).bfloat16()
+    for each in (*model.bfloat16().layers, model):
+        names["fully_shard"](each, mesh=names["mesh"])
+    other.bfloat16()
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
+    for batch in names["loader"]:
+        other(batch.bfloat16()).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    weights, state = get_state_dict(other, theirs)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "theirs")  # pyright: ignore
+    yield {"model": model, "folder": folder / "theirs"}
+    assert _same_on_all_ranks(model, other)
+    config = longshore.Config(micro_batch_size=4, stage=3, dtype="bf16")
+    engine, ours, *_ = longshore.initialize(
+        model=third, config=config, optimizer=lambda found: longshore.AdamW(found, lr=1.0)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* was saved by longshore.save, and has no counters")
+        engine.load_checkpoint("converted")
+    assert _same_on_all_ranks(third, other)
+    for one, two in zip(ours.state.values(), theirs.state.values(), strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(one[key]).float(), whole(two[key]).float())
+    engine.destroy()
 
 
 @setup

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import nn
 
@@ -15,7 +17,7 @@ import longshore
 from checkpoint import one_line_cases as cases
 from longshore.checkpoint import one_line
 from longshore.checkpoint.files import checksum
-from longshore.errors import CheckpointError
+from longshore.errors import CheckpointError, NoCheckpointError
 
 
 def test_a_loop_goes_on(tmp_path: Path) -> None:
@@ -133,19 +135,74 @@ def test_shards_and_whole_tensors(saving: str, loading: str, two_ranks: Ranks, t
             assert torch.equal(value, other[key]), key
 
 
-def test_an_engine_loads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_engine_goes_on_from_it(dtype: Any, tmp_path: Path) -> None:
+    """It has no counters of an engine, no schedule, no loss scale and no random states: these stay as they are."""
+    model, optimizer = cases.make(release_gradients=True)
+    model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+
+    def batch_of(step: int) -> torch.Tensor:
+        torch.manual_seed(step + 10)
+        return torch.randn(4, 5).to(model[0].weight.dtype)
+
+    for step in range(4):
+        model(batch_of(step)).float().pow(2).mean().backward()
+        optimizer.step()
+        if step == 1:
+            longshore.save(tmp_path, model, optimizer, state={"epoch": 7})
+    other, _ = cases.make(seed=1)
+    groups = [{"params": [*other[0].parameters()], "lr": 5.0}, {"params": [*other[2].parameters()]}]
+    options: Any = {"optimizer": {"type": "AdamW", "lr": 1.0}, "loss_scaling": None}
+    config = longshore.Config(micro_batch_size=1, dtype=dtype, **options)
+    engine = longshore.initialize(model=other, model_parameters=groups, config=config).engine
+    random = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="was saved by longshore.save, and has no counters") as caught:
+        path, state = engine.load_checkpoint(tmp_path)
+    assert len(caught) == 1 and path == tmp_path / "last" and state == {"epoch": 7}
+    assert torch.equal(torch.get_rng_state(), random)
+    assert engine.global_steps == 2 and engine.micro_steps == 0
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.01, 0.02]
+    for step in (2, 3):
+        engine.backward(engine(batch_of(step)).float().pow(2).mean())
+        engine.step()
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    engine.save_checkpoint(tmp_path, keep_last=1)
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["global_step4"]
+    engine.destroy()
+
+
+def test_an_engine_loads_its_weights_alone(tmp_path: Path) -> None:
     model, optimizer = cases.make()
     cases.train(model, optimizer, 2)
     longshore.save(tmp_path, model, optimizer)
     other, _ = cases.make(seed=1)
-    config = longshore.Config(optimizer={"type": "AdamW", "lr": 1.0}, micro_batch_size=1)
+    config: Any = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "AdamW"}}
     engine = longshore.initialize(model=other, config=config).engine
-    with pytest.raises(CheckpointError, match="engine"):
-        engine.load_checkpoint(tmp_path)
     path, _ = engine.load_checkpoint(tmp_path, load_module_only=True)
     assert path == tmp_path / "last"
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    assert engine.global_steps == 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("where, tag", [("", None), ("step-2", None), ("step-2", "step-2")])
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+def test_a_checkpoint_of_torchs_is_told_with_the_way_to_load_it(where: str, tag: str | None, tmp_path: Path) -> None:
+    model, _ = cases.make()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / where, no_dist=True)  # pyright: ignore
+    engine = longshore.initialize(
+        model=model, config=longshore.Config(micro_batch_size=1), optimizer=longshore.AdamW(model.parameters())
+    ).engine
+    for load in (functools.partial(longshore.load, model=model), engine.load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"was written by torch.distributed.checkpoint: load it") as raised:
+            load(tmp_path, tag=tag)
+        assert not isinstance(raised.value, NoCheckpointError)
+    longshore.save(tmp_path, model)  # a folder that has both
+    longshore.load(tmp_path, model, tag="last")
+    if where:
+        longshore.load(tmp_path, model)
     engine.destroy()
 
 
@@ -178,6 +235,47 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         assert torch.equal(value, before[name])
     with pytest.warns(UserWarning, match="fits only partly"):
         longshore.load(tmp_path, other, its, strict=False)
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+@pytest.mark.filterwarnings("ignore:.* was saved by longshore.save, and has no counters:UserWarning")
+def test_states_that_nothing_here_steps_are_named(by_engine: bool, tmp_path: Path) -> None:
+    """The body is frozen now, so that its state would be lost. The order is that of a run: saved, stepped, loaded."""
+    model, optimizer = cases.make(release_gradients=by_engine)
+    cases.train(model, optimizer, 2)
+    longshore.save(tmp_path, model, optimizer)
+    saved = {key: value.clone() for key, value in optimizer.state[model[2].bias].items()}
+    other, _ = cases.make(seed=1)
+    for parameter in [*other.parameters()][:3]:
+        parameter.requires_grad_(False)
+    before = other[0].weight.clone()
+    if by_engine:
+        config: Any = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "AdamW"}}
+        engine = longshore.initialize(model=other, config=config).engine
+        its, load = engine.optimizer, functools.partial(engine.load_checkpoint, tmp_path)
+    else:
+        its = longshore.AdamW([other[2].bias])
+        load = functools.partial(longshore.load, tmp_path, other, its)
+    said = (
+        "the checkpoint has the optimizer's state of 0.bias, 0.weight, 2.weight, and no parameter group here has them"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        load()
+    assert torch.equal(other[0].weight, before) and not its.state.get(other[2].bias)
+    with pytest.warns(UserWarning, match=said):
+        load(strict=False)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert saved.keys() == its.state[other[2].bias].keys()
+    for key, value in saved.items():
+        assert torch.equal(its.state[other[2].bias][key], value)
+    its.close()
+
+
+def test_weights_alone_name_no_states(tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    cases.train(model, optimizer, 1)
+    longshore.save(tmp_path, model, optimizer)
+    longshore.load(tmp_path, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

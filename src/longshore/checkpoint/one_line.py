@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
 from longshore.checkpoint.files import checked_entry
 from longshore.checkpoint.folder import check_keep_last, check_tag
+from longshore.checkpoint.other_formats import check_not_others
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
@@ -33,7 +33,7 @@ _RUNS: dict[Path, str] = {}
 """Name of the run that saves in each folder. Loading from a folder continues that folder's run."""
 _BACKGROUND = Background()
 _LATE_S = 30.0
-_RELEASED = "release_gradients"
+RELEASED = "release_gradients"
 """Key among the shared values: whether the saved optimizer took gradients to the host during backward."""
 _LOGGER = logging.getLogger("longshore")
 
@@ -93,7 +93,7 @@ def save(
         step = max(group.gather(step))
         memory_bytes = memory_for_snapshot(group) if async_save else None
         run, values = _RUNS.setdefault(root, secrets.token_hex(8)), {CLIENT_STATE: dict(state or {})}
-        mode = {} if ours is None else {_RELEASED: ours._core.release_gradients}
+        mode = {} if ours is None else {RELEASED: ours._core.release_gradients}
         content = prepare(lambda: training.content({**values, **mode}, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
@@ -147,7 +147,7 @@ def load(
     ours = _checked(optimizer)
     with _group_of(model, Path(load_dir).absolute()) as group:
         group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
-        group.first(lambda: check_not_deepspeeds(Path(load_dir).absolute(), tag))
+        group.first(lambda: check_not_others(Path(load_dir).absolute(), tag))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
             raise NoCheckpointError(load_dir)
@@ -158,13 +158,13 @@ def load(
         training = group.together(lambda: TrainingState(model, ours, group))
         values = training.load(whole, Selection(strict, ours is not None), look)
         if group.rank == 0 and ours is not None:
-            _compare_modes(ours, values.get(_RELEASED, "engine" in values or None), whole.path)
+            compare_modes(ours, values.get(RELEASED, "engine" in values or None), whole.path)
         if whole.run is not None:
             _RUNS[Path(load_dir).absolute()] = whole.run
         return values[CLIENT_STATE]
 
 
-def _compare_modes(optimizer: TiledOptimizer, released: Any, path: Path) -> None:
+def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklevel: int = 3) -> None:
     """Warn if the run that was saved added several backwards in another dtype (older checkpoints do not say which)."""
     here = optimizer._core.release_gradients
     low = any(record.dtype != torch.float32 for record in optimizer._core.records)
@@ -172,7 +172,7 @@ def _compare_modes(optimizer: TiledOptimizer, released: Any, path: Path) -> None
         warnings.warn(
             f"{path} was saved with release_gradients={released}, and here it is {here}: where a step has several "
             "backwards they are added in another dtype, and the weights will be those of neither run",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -249,7 +249,8 @@ class TrainingState:
         here = {*self._model.tensors, *self._model.aliases}
         names = here.union(*self._group.gather_differing(sorted(here)))  # other ranks may have other stages
         fit = self._group.together(lambda: self._compare(reader, selection, look, names))
-        self._report(whole, {each for found in self._group.gather(fit.differences) for each in found}, selection.strict)
+        found = {each for theirs in self._group.gather(fit.differences) for each in theirs}
+        self._report(whole, found | self._not_stepped(fit), selection.strict)
         boxes = [self._model.wanted(name, source) for name, source in fit.sources.items()]
         about, state = fit.about or {}, None if fit.about is None else self._optimizer
         boxes += self._group.together(lambda: [] if state is None else state.wanted(about, fit.among))
@@ -327,6 +328,20 @@ class TrainingState:
         known = {*sources.values(), *there.values(), *(about["aliases"].get(each) for each in there.values())}
         differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
         return sources, differences
+
+    def _not_stepped(self, fit: _Fit) -> set[str]:
+        """Describe the saved states of parameters that are loaded and that the optimizers of all ranks leave alone."""
+        mine = sorted(fit.sources.values()), sorted(fit.among.values())
+        here, stepped = (set().union(*each) for each in zip(*self._group.gather_differing(mine), strict=True))
+        saved = {} if fit.about is None else fit.about["parameters"]
+        left = sorted((saved.keys() & here) - stepped)
+        if not left:
+            return set()
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        return {
+            f"the checkpoint has the optimizer's state of {', '.join(left[:5])}{more}, and no parameter group here has "
+            "them: their state would be lost"
+        }
 
     def _report(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
         if not differences:

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
 from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
+from longshore.checkpoint.one_line import RELEASED, compare_modes
+from longshore.checkpoint.other_formats import check_not_others
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
@@ -184,6 +185,8 @@ class Checkpoints:
     ) -> tuple[Path, dict[str, Any]]:
         """Resume from a checkpoint of any stage, offload, tile size and number of ranks; all ranks have to call.
 
+        From one of :func:`longshore.save` it takes weights, masters, moments and the number of steps: it has no more.
+
         The whole checkpoint is verified, and compared with the model and the optimizer, before anything changes.
         Settings stay this engine's, ``gradient_accumulation_steps`` too; a warning names those that change bits and
         were others in the saved run.
@@ -222,7 +225,7 @@ class Checkpoints:
         # If a step failed half way, perhaps on this rank alone, its window is lost in any case.
         gone = engine.optimizer._core.store.broken is not None and not module_only
         group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
-        group.first(lambda: check_not_deepspeeds(root, tag))
+        group.first(lambda: check_not_others(root, tag))
         whole = find(root, tag, group)
         if whole is None:
             raise NoCheckpointError(root)
@@ -231,12 +234,14 @@ class Checkpoints:
         def look(values: Mapping[str, Any]) -> None:
             """Check the engine's own part before anything changes."""
             checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
-            if not module_only:
-                own.update(self._looked(whole, values.get("engine"), group))
+            if not module_only and "engine" in values:
+                own.update(self._looked(whole, values["engine"], group))
 
         values = TrainingState(engine.module, engine.optimizer, group).load(whole, selection, look)
-        if not module_only:
+        if not module_only and "engine" in values:
             group.together(lambda: self._restore(whole, values["engine"], own, scheduler, group))
+        elif not module_only:
+            group.together(lambda: self._go_on_from_loop(whole, values, group))
         return whole.path, values[CLIENT_STATE]
 
     def _looked(self, whole: WholeCheckpoint, state: Any, group: RankGroup) -> dict[str, Any]:
@@ -287,6 +292,20 @@ class Checkpoints:
             restore_random_states(own["random"], engine.ranks.device)
         if group.rank == 0:
             self._warn_of_differences(whole, state, scheduler)
+
+    def _go_on_from_loop(self, whole: WholeCheckpoint, values: Mapping[str, Any], group: RankGroup) -> None:
+        """Take what ``longshore.save`` has of a loop without an engine: its steps."""
+        self._engine.global_steps = max(0, whole.step)
+        if whole.run is not None:
+            self._runs[whole.path.parent] = whole.run
+        if group.rank == 0:
+            warnings.warn(
+                f"{whole.path} was saved by longshore.save, and has no counters but that of steps, no schedule, loss "
+                "scale, random states or place in the data: the engine's stay as they are. What the loop saved in "
+                "state= is the client_state, the second result",
+                stacklevel=7,
+            )
+            compare_modes(self._engine.optimizer, values.get(RELEASED), whole.path, stacklevel=7)
 
     def _warn_of_differences(self, whole: WholeCheckpoint, state: Mapping[str, Any], scheduler: bool) -> None:
         """Warn of what changes bits and was otherwise in the saved run; imported and older checkpoints do not say."""
