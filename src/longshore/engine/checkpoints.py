@@ -16,8 +16,9 @@ from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
 from longshore.checkpoint.one_line import RELEASED, compare_modes
 from longshore.checkpoint.other_formats import check_not_others
+from longshore.checkpoint.optimizer_state import OPTIMIZER, checked_about
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
+from longshore.checkpoint.saving import STATE, Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
 from longshore.engine.config import Config
@@ -344,6 +345,19 @@ class Checkpoints:
             irrelevant.add("stage")  # with one backward a step there is one order
         names = [name for name in here if name in there and name not in irrelevant]
         return [f"{name} {there[name]} there, {here[name]} here" for name in names if there[name] != here[name]]
+
+    def saved_groups(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the parameter groups in a checkpoint's folder, each with the names of its ``parameters`` and its
+        ``options``; all ranks have to call it. There are none if the checkpoint is damaged, which :meth:`load` says."""
+
+        def read() -> list[dict[str, Any]]:
+            try:
+                about = read_values(folder, STATE).get(OPTIMIZER)
+                return [] if about is None else checked_about(about, str(folder))["groups"]
+            except CheckpointError:
+                return []
+
+        return self._met(loading=True).first(read)
 
     # -- together -------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from support import PlainLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -111,6 +112,37 @@ class Stepping(Net):
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         optimizer.step()
+
+
+class Finetuned(Net):
+    """A backbone and a head. ``frozen``: the backbone from the start, whatever callbacks do."""
+
+    def __init__(self, make: Callable[..., Any] = plain_adamw, frozen: bool = False) -> None:
+        super().__init__(make)
+        self.backbone, self.head = self.net[:-1], self.net[-1]
+        del self.net
+        self.backbone.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Layerwise(BaseFinetuning):
+    """Adds a group in each of the first two epochs after the first, and thaws what it has added after resuming."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        parts = {1: pl_module.backbone[2:], 2: pl_module.backbone[:2]}
+        for start, part in parts.items():
+            if epoch == start:
+                self.unfreeze_and_add_param_group(part, optimizer, lr=1e-2 / start)
+            elif epoch > start:
+                self.make_trainable(part)
 
 
 def trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:

@@ -17,7 +17,7 @@ from support import whole
 from torch import Tensor
 
 from integrations.lightning.conftest import THEIRS
-from integrations.lightning.modules import Net, Stepping, loader, network, plain_adamw, trainer
+from integrations.lightning.modules import Finetuned, Layerwise, Net, Stepping, loader, network, plain_adamw, trainer
 from longshore.integrations.lightning import FabricLongshoreStrategy, LongshoreStrategy
 
 
@@ -127,6 +127,23 @@ def resume(folder: str, stage: int) -> tuple[list[Tensor], list[Tensor]]:
         assert {"rank-00000.json", "rank-00001.json"} <= files
         _evaluate(folder, stage, found[1])
         return found[0], found[2]
+
+
+def finetuned(path: str, stage: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """A run whose callback adds groups, one that was stopped after they were added and went on, and its rates."""
+    with quiet():
+        found, rates = [], []
+        for epochs, start in ((4, None), (3, None), (4, path)):
+            strategy = LongshoreStrategy(stage=stage)
+            run = pair(strategy, max_epochs=epochs, callbacks=[Layerwise()])
+            module = Finetuned()
+            run.fit(module, loader(8), loader(2), ckpt_path=start)
+            found.append(weights_of(module))
+            rates = [group["lr"] for group in run.optimizers[0].param_groups]
+            if epochs == 3:
+                run.save_checkpoint(path)
+            strategy.engine.destroy()
+        return found[0], found[2], rates
 
 
 def _evaluate(folder: str, stage: int, expected: list[Tensor]) -> None:

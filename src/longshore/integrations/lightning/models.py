@@ -7,7 +7,7 @@ import io
 import os
 import secrets
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from longshore.engine.ranks import join
 from longshore.engine.weights import first_weights
 from longshore.errors import CheckpointError
 from longshore.optim.shards import is_sharded
+from longshore.optim.wrapped_names import counterparts
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
@@ -200,6 +201,35 @@ def load_into_engine(
     """
     _, client = engine.load_checkpoint(path, tag=TAG, load_module_only=not optimizer, strict=strict)
     return _rest(client, path, weights_only)
+
+
+def add_groups(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Add the parameter groups that the saved run had beyond those of ``configure_optimizers()``, in their order.
+
+    A callback added them, such as ``BackboneFinetuning``. Nothing is added if the first groups are not those of this
+    optimizer; loading then says what differs.
+
+    Args:
+        groups: all groups of the saved run, each with the names of its ``parameters`` and its ``options``.
+    """
+    optimizer, parameters = engine.optimizer, dict(engine.module.named_parameters(remove_duplicate=False))
+    there = counterparts([name for group in groups for name in group["parameters"]], parameters)
+    if not all(found in parameters for found in there.values()):
+        return
+    members = [[parameters[there[name]] for name in group["parameters"]] for group in groups]
+    own = [set(map(id, group["params"])) for group in optimizer.param_groups]
+    if own != [set(map(id, each)) for each in members[: len(own)]]:
+        return
+    for group, params in zip(groups[len(own) :], members[len(own) :], strict=True):
+        optimizer.add_param_group({**group["options"], "params": params})
+        trained = [name for name in group["parameters"] if parameters[there[name]].requires_grad]
+        if trained and engine.ranks.rank == 0:
+            what = f"{trained[0]} and others" if trained[1:] else trained[0]
+            warnings.warn(
+                f"the optimizer of the saved run also had {what}, in a group that a callback added to it; "
+                "the group is added again, and trained",
+                stacklevel=2,
+            )
 
 
 def load_into_model(model: nn.Module, path: Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 _HOMES = {
+    "BaseFinetuning": ("pytorch", "callbacks.finetuning.BaseFinetuning"),
     "BackwardSyncControl": ("fabric", "strategies.strategy._BackwardSyncControl"),
     "ClipAlgorithm": ("pytorch", "utilities.GradClipAlgorithmType"),
     "EmptyInit": ("fabric", "utilities.init._EmptyInit"),

@@ -20,7 +20,9 @@ from longshore.engine.random_states import random_states, restore_random_states
 from longshore.engine.schedules import change_over
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.integrations.lightning.models import (
+    TAG,
     ModelOnly,
+    add_groups,
     is_folder,
     load_into_engine,
     load_into_model,
@@ -32,6 +34,7 @@ from longshore.integrations.lightning.models import (
     whole,
 )
 from longshore.integrations.lightning.names import (
+    BaseFinetuning,
     ClipAlgorithm,
     LightningModule,
     LRSchedulerConfig,
@@ -216,10 +219,20 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         trainer = self.lightning_module.trainer
         for callback in trainer.checkpoint_callbacks:  # a resumed callback would save this step again, in mid-window
             vars(callback)["_last_global_step_saved"] = trainer.global_step
+        for callback in self._finetuning():
+            vars(callback)["_restarting"] = False  # the groups are back: the next fit's on_fit_start has none to add
         loop = trainer.fit_loop
         if random is not None and 0 < loop.epoch_loop.batch_progress.current.ready < loop.max_batches:
             # After resuming within an epoch, the loader is started again, and draws a seed that the run drew before.
             restore_random_states(random, self.root_device)
+
+    def _finetuning(self) -> list[Any]:
+        """Return the callbacks that add parameter groups, and keep their parameters' names in checkpoints.
+
+        They add the groups of a resumed run in ``on_fit_start``, if their state was loaded before that. With an engine
+        it is loaded after that.
+        """
+        return [each for each in self.lightning_module.trainer.callbacks if isinstance(each, BaseFinetuning)]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -324,6 +337,8 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
             found = load_into_model(module, path, strict=strict, weights_only=weights_only)
         else:
             fitting = module.trainer.state.fn == TrainerFn.FITTING
+            if fitting:
+                add_groups(self._engine, self._engine._checkpoints.saved_groups(path / TAG))
             found = load_into_engine(self._engine, path, optimizer=fitting, strict=strict, weights_only=weights_only)
             if fitting:
                 self._restored, self._random = True, random_states(self.root_device)
@@ -339,6 +354,15 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        for callback in self._finetuning():  # only they know the names of the groups in a file of the plain Trainer
+            groups = callback._internal_optimizer_metadata.get(0, ())
+            add_groups(
+                self.engine,
+                [
+                    {"parameters": each["params"], "options": {k: v for k, v in each.items() if k != "params"}}
+                    for each in groups
+                ],
+            )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
