@@ -90,6 +90,44 @@ def test_a_folder_without_a_checkpoint_is_loaded_as_none(engine: Any, tmp_path: 
         assert engine.load_checkpoint(tmp_path) == (None, None)
 
 
+def test_a_checkpoint_is_loaded_by_a_path_that_is_a_string(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="one", client_state={"epoch": 3})
+    path, client_state = engine.load_checkpoint(tmp_path)
+    assert type(path) is str and path.split("/")[-1] == "one" and Path(path).is_dir()
+    assert client_state == {"epoch": 3}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam, longshore.AdamW, torch.optim.NAdam, "function"])
+@pytest.mark.filterwarnings("ignore:torch.optim.NAdam has no kernel")
+def test_the_optimizer_that_was_given_is_the_one_that_is_returned(kind: Any, stage: int) -> None:
+    """It goes on: it steps, its groups are those that are stepped, and its state is the one of the steps."""
+    model, kept = nn.Linear(16, 4), []
+
+    def making(parameters: Any) -> Any:
+        kept.append(torch.optim.SGD(parameters, lr=0.5))
+        return kept[0]
+
+    given: Any = making if kind == "function" else kind(model.parameters(), lr=0.5)
+    config = {**FILE, "zero_optimization": {"stage": stage}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=given, config=config)
+    assert engine is not None and optimizer is (kept[0] if kind == "function" else given)
+    assert optimizer.param_groups is engine.optimizer.param_groups
+    before = model.weight.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.25
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.25] and not torch.equal(model.weight, before)
+    assert optimizer.state.keys() == engine.optimizer.state.keys() and optimizer.overflow is False
+    engine.destroy()
+
+
+def test_without_one_the_engines_optimizer_is_returned() -> None:
+    engine, optimizer, _, _ = deepspeed.initialize(model=nn.Linear(4, 4), config={**FILE, **ADAM})
+    assert optimizer is engine.optimizer
+    engine.destroy()
+
+
 # -- no_sync -----------------------------------------------------------------------
 
 
@@ -106,6 +144,34 @@ def test_no_sync_is_not_nested_and_has_no_step(engine: Any) -> None:
     with pytest.raises(KeyError), engine.no_sync():
         raise KeyError
     with engine.no_sync():  # after an error in a block, too
+        pass
+
+
+@pytest.mark.parametrize(
+    "engine", [{}, *({"zero_optimization": {"stage": stage}} for stage in (1, 2, 3))], indirect=True
+)
+def test_coalesced_gradients_are_not_stepped_inside_nor_nested(engine: Any) -> None:
+    x = torch.ones(1, 4)
+    outer, inner = engine.coalesce_grad_reduction, engine.coalesce_grad_reduction
+    calls = [engine.step, lambda: inner().__enter__()]
+    if engine.zero_optimization_stage() < 2:
+        calls.append(lambda: engine.no_sync().__enter__())
+    with outer():
+        engine.backward(engine(x).sum())
+        for call in calls:
+            for kind in (AssertionError, LongshoreError):
+                with pytest.raises(kind, match=r"inside coalesce_grad_reduction\(\): DeepSpeed refuses it"):
+                    call()
+        engine.backward(engine(x).sum())
+    assert engine.optimizer._core.gradients_arrived  # nothing that was refused has discarded them
+    engine.step()
+    assert engine.was_step_applied()
+    if engine.zero_optimization_stage() < 2:
+        with engine.no_sync(), pytest.raises(AssertionError, match=r"inside no_sync\(\)"):
+            inner().__enter__()
+    with pytest.raises(KeyError), outer():
+        raise KeyError
+    with outer():  # after an error in a block, too
         pass
 
 
@@ -139,6 +205,60 @@ def test_leaves_by_name_and_suffix() -> None:
         assert call(model, ["nope"], raise_if_not_found=False) == ([], ["nope"])
         with pytest.raises(ValueError, match=r"found no module nope"):
             call(model, ["nope"])
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("leaf_module", "wanted"),
+    [
+        ({"classes": ["Sequential"]}, [0, 1]),
+        ({"classes": ["torch.nn.modules.container.Sequential"]}, [0, 1]),
+        ({"names": ["blocks.1"]}, [1]),
+        ({"name_suffixes": ["s.0"]}, [0]),
+        ({}, []),
+    ],
+)
+@pytest.mark.parametrize("stage", [3, 2])
+def test_leaves_are_what_the_file_says(leaf_module: dict[str, Any], wanted: list[int], stage: int) -> None:
+    model = Blocks()
+    config = {**FILE, **ADAM, "zero_optimization": {"stage": stage, "leaf_module": leaf_module}}
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    wanted = wanted if stage == 3 else []  # where the file's section is read
+    assert [deepspeed.utils.z3_leaf_module(each) for each in model.blocks] == [place in wanted for place in range(2)]
+    assert deepspeed.utils.get_z3_leaf_modules(engine) == [model.blocks[place] for place in wanted]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("by", ["the file", "a function"])
+def test_a_leaf_needs_an_input_with_a_gradient(by: str) -> None:
+    model = Blocks()
+    zero: dict[str, Any] = {"stage": 3}
+    if by == "a function":
+        deepspeed.utils.set_z3_leaf_modules_by_name(model, ["blocks.0"])
+    else:
+        zero["leaf_module"] = {"names": ["blocks.0"]}
+    engine: Any = deepspeed.initialize(model=model, config={**FILE, **ADAM, "zero_optimization": zero})[0]
+    x = torch.ones(1, 4)
+    for kind in (RuntimeError, AssertionError):
+        with pytest.raises(kind, match=r"Sequential is a leaf module .* and no input of it requires a gradient"):
+            engine(x)
+    with torch.no_grad():  # no gradients are reduced
+        engine(x)
+    engine.backward(engine(x.requires_grad_()).sum())
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+    model(torch.ones(1, 4))  # an ordinary model again
 
 
 def test_a_leaf_counts_where_the_stage_is_written_as_a_string() -> None:

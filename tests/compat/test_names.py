@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import longshore
-from longshore.compat.absent import REFUSED, advice
+from longshore import LongshoreError
+from longshore.compat.absent import REFUSED, UNUSABLE, advice
 from longshore.compat.finder import stand_aside, stand_in_for_deepspeed
 from longshore.compat.names import PROVIDED
 
@@ -69,8 +71,10 @@ def test_imports_of_scripts(statement: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("import deepspeed.moe", "deepspeed.moe: .* no expert parallelism"),
-        ("from deepspeed.moe.layer import MoE", "deepspeed.moe: .* no expert parallelism"),
+        ("import deepspeed.inference", "deepspeed.inference: longshore trains"),
+        ("from deepspeed.inference.engine import InferenceEngine", "deepspeed.inference: longshore trains"),
+        ("from deepspeed.moe.layer import Experts", "deepspeed.moe.layer.Experts: .* no expert parallelism"),
+        ("import deepspeed.moe.mappings", "deepspeed.moe.mappings: .* no expert parallelism"),
         ("from deepspeed import PipelineModule", "deepspeed.PipelineModule: .* no pipelines"),
         ("import deepspeed; deepspeed.init_inference", "deepspeed.init_inference: longshore trains"),
         ("from deepspeed.ops.op_builder import CPUAdamBuilder", "deepspeed.ops.op_builder: .* compiled with longshore"),
@@ -79,7 +83,7 @@ def test_imports_of_scripts(statement: str) -> None:
         ("import deepspeed; deepspeed.utils.safe_get_local_grad", "safe_get_local_grad: use the safe_.*_full_"),
         ("from deepspeed.runtime.zero import register_external_parameter", "register_external_parameter: leave it out"),
         ("import deepspeed; deepspeed.get_accelerator().Stream", "deepspeed.accelerator.Stream: use torch.cuda"),
-        ("import longshore.compat.deepspeed.pipe", "deepspeed.pipe: .* no pipelines"),
+        ("import longshore.compat.deepspeed.runtime.pipe", "deepspeed.runtime.pipe: .* no pipelines"),
         ("from longshore.compat.deepspeed import tp_model_init", "deepspeed.tp_model_init: .* parallelize_module"),
     ],
 )
@@ -96,11 +100,11 @@ def test_probing_is_silent() -> None:
 
     assert not hasattr(deepspeed, "PipelineEngine")
     assert not hasattr(deepspeed.accelerator.get_accelerator(), "Stream")
-    assert getattr(deepspeed, "moe", None) is None
+    assert getattr(deepspeed, "inference", None) is None
     assert importlib.util.find_spec("deepspeed") is not None
     assert importlib.util.find_spec("deepspeed.comm") is not None
-    assert importlib.util.find_spec("deepspeed.moe") is None
-    assert importlib.util.find_spec("longshore.compat.deepspeed.moe") is None
+    assert importlib.util.find_spec("deepspeed.inference") is None
+    assert importlib.util.find_spec("longshore.compat.deepspeed.inference") is None
     assert importlib.metadata.version("deepspeed") == deepspeed.__version__
     # As scripts compare it.
     assert tuple(map(int, deepspeed.__version__.split("+")[0].split("."))) >= (0, 10, 0)
@@ -117,9 +121,31 @@ def test_both_names_are_one_module(name: str) -> None:
         assert hasattr(module, each)
     with pytest.raises(AttributeError, match=f"longshore has no {name}.nothing: "):
         _ = module.nothing
-    for each in REFUSED:
+    for each in REFUSED.keys() - UNUSABLE.keys():  # these are attributes once they were imported
         where, _, what = f"deepspeed.{each}".rpartition(".")
         assert where != name or not hasattr(module, what), f"{each} is there, and is said not to be"
+
+
+@pytest.mark.usefixtures("as_deepspeed")
+@pytest.mark.parametrize("module", UNUSABLE)
+def test_modules_that_scripts_import_without_using_them(module: str) -> None:
+    """Their names are refused when they are used: called, subclassed, or looked into."""
+    names = UNUSABLE[module].split()
+    imported = importlib.import_module(f"deepspeed.{module}")
+    assert imported is importlib.import_module(f"longshore.compat.deepspeed.{module}")
+    assert {*names} <= {*imported.__all__}
+    for name in names:
+        kind = getattr(imported, name)
+        assert not isinstance(torch.nn.Linear(1, 1), kind) and kind.__name__ == name
+        said = re.escape(f"longshore has no deepspeed.{module}.{name}: {advice(f'{module}.{name}')}")
+        with pytest.raises(LongshoreError, match=said):
+            kind(torch.nn.Linear(1, 1))
+        with pytest.raises(LongshoreError, match=said):
+            type("Mine", (kind,), {})
+        with pytest.raises(AttributeError, match=rf"longshore has no deepspeed\.{module}\.{name}\.apply: "):
+            _ = kind.apply
+    with pytest.raises(AttributeError, match=f"longshore has no deepspeed.{module}.nothing: "):
+        _ = imported.nothing
 
 
 def test_advice_is_of_the_nearest_name() -> None:

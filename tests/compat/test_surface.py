@@ -70,7 +70,7 @@ def test_what_is_passed_stands_in_for_what_the_file_names(tmp_path: Path) -> Non
             lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         )
     try:
-        assert len(told) == 2 and isinstance(mine, longshore.SGD) and loader is None
+        assert len(told) == 2 and mine is optimizer and isinstance(engine.optimizer, longshore.SGD) and loader is None
         train(engine, torch.ones(1, 4))
         assert schedule.get_last_lr() == engine.get_lr() == [0.25]
         assert args.deepspeed_config == str(path)

@@ -5,6 +5,10 @@ This module loads neither torch nor the engine: a program may only ask whether t
 
 from __future__ import annotations
 
+from typing import Any
+
+from longshore.errors import LongshoreError
+
 NAME = "deepspeed"
 VERSION = "0.19.0+longshore"
 """The version of DeepSpeed that scripts may compare with; the part after the plus says that it is longshore."""
@@ -44,6 +48,13 @@ REFUSED = {
         "checkpoint.ds_to_universal checkpoint.universal_checkpoint checkpoint.zero_checkpoint",
     ),
     **_for("longshore does not quantize or compress; leave it out", "compression linear runtime.quantize"),
+    **_for(
+        "longshore plan counts the memory of a run, at every stage",
+        "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold "
+        "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live "
+        "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold "
+        "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
+    ),
     **_for(
         "use torch.utils.flop_counter, torch.profiler, or longshore.trace(engine)",
         "comm.configure comm.log_summary profiling",
@@ -103,6 +114,28 @@ REFUSED = {
     "zero.unwrap_model_for_generation": "use zero.GatheredParameters(model.parameters())",
 }
 """What to use instead, by the name after ``deepspeed.``; an entry also covers the names below it."""
+UNUSABLE = {
+    "compression": "",
+    "compression.compress": "init_compression redundancy_clean",
+    "moe": "",
+    "moe.layer": "MoE",
+    "moe.utils": "has_moe_layers is_moe_param is_moe_param_group split_params_grads_into_shared_and_expert_params "
+    "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+    "ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+    "pipe": "LayerSpec PipelineModule TiedLayerSpec",
+    "profiling": "",
+    "profiling.flops_profiler": "FlopsProfiler get_model_profile",
+    "runtime.data_pipeline": "",
+    "runtime.data_pipeline.data_routing": "",
+    "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict "
+    "save_without_random_ltd",
+    "runtime.zero.stage3": "estimate_zero3_model_states_mem_needs_all_cold "
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs_all_cold "
+    "estimate_zero2_model_states_mem_needs_all_live",
+}
+"""Modules that scripts import at their beginning, whether they use them or not, such as DeepSpeed's examples with
+options. They can be imported, with these names, and using one of the names is an error with what to use instead."""
 _SAME = {"runtime.zero.": "zero.", "runtime.zero.partition_parameters.": "zero."}
 _ELSE = (
     "longshore does not stand in for it (docs/from_deepspeed.md lists what there is); leave it out, or run the script "
@@ -130,3 +163,29 @@ def attribute_error(path: str, name: str) -> AttributeError:
 def message(name: str) -> str:
     """Return the error's text for ``deepspeed.<name>``, with what to use instead."""
     return f"longshore has no {NAME}.{name}: {advice(name)}"
+
+
+class _Unusable(type):
+    """The class of the names in :data:`UNUSABLE`. Nothing is an instance of them, which is what ``isinstance`` says."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> _Unusable:
+        if bases:
+            raise _refused(bases[0])
+        return super().__new__(cls, name, bases, content)
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise _refused(cls)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise attribute_error(f"{cls.__module__.removeprefix(f'{NAME}.')}.{cls.__name__}", name)
+
+
+def _refused(kind: type) -> LongshoreError:
+    return LongshoreError(message(f"{kind.__module__.removeprefix(f'{NAME}.')}.{kind.__name__}"))
+
+
+def unusable(module: str) -> dict[str, Any]:
+    """Return what the ``module`` of :data:`UNUSABLE` contains."""
+    return {name: _Unusable(name, (), {"__module__": f"{NAME}.{module}"}) for name in UNUSABLE[module].split()}

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from longshore.compat.configuration import FileConfig
 from longshore.compat.stage3_names import ParameterOffload, show_status
@@ -39,7 +42,39 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
     if engine.config.stage == 3:
         show_status()
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
-    accumulate, apply, load, inside = engine.no_sync, engine.step, engine.load_checkpoint, [False]
+    _restrict(engine)
+    load = engine.load_checkpoint
+
+    def load_checkpoint(load_dir: Any, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
+        """:meth:`longshore.Engine.load_checkpoint`, which returns the path as a string, as DeepSpeed does, and None
+        twice if the folder has no checkpoint."""
+        try:
+            path, client_state = load(load_dir, *arguments, **options)
+            return str(path), client_state
+        except NoCheckpointError:
+            if engine.global_rank == 0:
+                what = "nothing was loaded (if this is not a first start, check the path)"
+                warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
+            return None, None
+
+    vars(engine)["load_checkpoint"] = load_checkpoint
+
+
+def _restrict(engine: Engine) -> None:
+    """Have the engine's contexts and ``step()`` raise where DeepSpeed's do."""
+    accumulate, apply = engine.no_sync, engine.step
+    inside: list[str] = []
+
+    @contextlib.contextmanager
+    def entered(name: str) -> Iterator[None]:
+        if inside:
+            raise CallError(f"{name}() inside {inside[0]}(): DeepSpeed refuses it; leave the inner one out")
+        inside.append(name)
+        try:
+            with accumulate():
+                yield
+        finally:
+            inside.clear()
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -49,29 +84,43 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
                 f"no_sync() at stage {engine.config.stage}: DeepSpeed refuses it, as stages 2 and 3 shard gradients; "
                 "leave it out, or use coalesce_grad_reduction(), which works at every stage"
             )
-        if inside[0]:
-            raise CallError("no_sync() inside no_sync(): DeepSpeed refuses it; leave the inner one out")
-        inside[0] = True
-        try:
-            with accumulate():
-                yield
-        finally:
-            inside[0] = False
+        with entered("no_sync"):
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction() -> Iterator[None]:
+        """:meth:`longshore.Engine.coalesce_grad_reduction`, with DeepSpeed's restrictions."""
+        with entered("coalesce_grad_reduction"):
+            yield
 
     def step(*arguments: Any, **options: Any) -> None:
         """:meth:`longshore.Engine.step`, with DeepSpeed's restrictions."""
-        if inside[0]:
-            raise CallError("step() inside no_sync(): DeepSpeed refuses it; call it after the block")
+        if inside:
+            raise CallError(f"step() inside {inside[0]}(): DeepSpeed refuses it; call it after the block")
         apply(*arguments, **options)
 
-    def load_checkpoint(load_dir: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        """:meth:`longshore.Engine.load_checkpoint`, which returns None twice if the folder has no checkpoint."""
-        try:
-            return load(load_dir, *arguments, **options)
-        except NoCheckpointError:
-            if engine.global_rank == 0:
-                what = "nothing was loaded (if this is not a first start, check the path)"
-                warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
-            return None, None
+    engine.no_sync, engine.coalesce_grad_reduction, engine.step = no_sync, coalesce_grad_reduction, step
 
-    engine.no_sync, engine.step, engine.load_checkpoint = no_sync, step, load_checkpoint
+
+def refuse_leaves_without_gradients(engine: Engine, leaves: Iterable[nn.Module]) -> None:
+    """Raise, as DeepSpeed does, in the forward of a leaf module whose output needs a gradient and none of whose inputs
+    does: there its gradients are reduced from a hook on the inputs."""
+    reference = weakref.ref(engine)
+
+    def check(module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        alive = reference()
+        if alive is None or alive._destroyed:
+            return
+        if _needs_gradient(output) and not _needs_gradient((inputs, named)):
+            raise CallError(
+                f"{type(module).__name__} is a leaf module (set_z3_leaf_modules(), or leaf_module in the file), and no "
+                "input of it requires a gradient, while its output does: DeepSpeed refuses it. Let an input require "
+                "one, or do not set the module as a leaf (longshore.initialize() trains it either way)"
+            )
+
+    for leaf in leaves:
+        leaf.register_forward_hook(check, with_kwargs=True)
+
+
+def _needs_gradient(values: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(values))

@@ -11,7 +11,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
-from longshore.compat.absent import NAME, VERSION, attribute_error, message
+from longshore.compat.absent import NAME, UNUSABLE, VERSION, attribute_error, message, unusable
 
 HERE = "longshore.compat.deepspeed"
 
@@ -24,7 +24,8 @@ def fill(module: ModuleType) -> None:
     from longshore.compat.names import PROVIDED
 
     path = module.__name__.removeprefix(HERE).removeprefix(".")
-    vars(module).update(PROVIDED[path])
+    names = PROVIDED[path] if path in PROVIDED else unusable(path)
+    vars(module).update(names)
     submodules = [each.rpartition(".")[2] for each in PROVIDED if each and each.rpartition(".")[0] == path]
     for name in submodules:
         importlib.import_module(f"{module.__name__}.{name}")
@@ -36,7 +37,7 @@ def fill(module: ModuleType) -> None:
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
         raise attribute_error(path, name)
 
-    vars(module)["__all__"] = sorted({name for name in PROVIDED[path] if not name.startswith("_")} | {*submodules})
+    vars(module)["__all__"] = sorted({name for name in names if not name.startswith("_")} | {*submodules})
     vars(module)["__getattr__"] = missing
 
 
@@ -93,7 +94,7 @@ class DeepSpeedFinder(MetaPathFinder):
         if below := fullname.removeprefix(self.root).removeprefix("."):
             from longshore.compat.names import PROVIDED
 
-            if below not in PROVIDED:
+            if below not in PROVIDED and below not in UNUSABLE:
                 if _imported():
                     raise ModuleNotFoundError(message(below), name=f"{NAME}.{below}")
                 return None

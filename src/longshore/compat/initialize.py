@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from longshore import engine as own
 from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
-from longshore.compat.engine_calls import answer_as_deepspeed
-from longshore.compat.zero import policy_for
+from longshore.compat.engine_calls import answer_as_deepspeed, refuse_leaves_without_gradients
+from longshore.compat.zero import note_leaves, policy_for
 from longshore.engine import Config, ConfigError
 from longshore.engine.config.load import read_config
 from longshore.engine.kept import GivenConfig
@@ -44,6 +44,9 @@ def initialize(
     ``model_parameters`` are ignored if an optimizer is passed. Afterwards there is a process group, for one rank too,
     since scripts use ``torch.distributed`` without checking.
 
+    The second result is the optimizer that was passed, if one was (or that the passed function made), as it is in
+    DeepSpeed at stage 0: it stands for ``engine.optimizer``, which took over its groups, state, hooks and methods.
+
     Without any optimizer, the engine is for evaluation and generation, sharded at stage 3: the second result is None,
     and ``backward()`` and ``step()`` raise LongshoreError.
 
@@ -63,6 +66,7 @@ def initialize(
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
     if isinstance(optimizer, Optimizer):
         model_parameters = None
+    passed = _Given(optimizer)
     evaluates = optimizer is None and isinstance(config, Mapping) and not config.get("optimizer")
     if evaluates:
         config, lr_scheduler, model_parameters = for_evaluation(config), None, None
@@ -71,7 +75,7 @@ def initialize(
         made = own.initialize(
             args,
             model,
-            optimizer,
+            optimizer if evaluates else passed.optimizer,
             model_parameters,
             training_data,
             lr_scheduler,
@@ -86,7 +90,28 @@ def initialize(
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer
         return made._replace(optimizer=None)
-    return made
+    if made.engine.config.stage == 3:
+        refuse_leaves_without_gradients(made.engine, note_leaves(made.engine.module, made.engine.config))
+    return made._replace(optimizer=made.optimizer if passed.kept is None else passed.kept)
+
+
+class _Given:
+    """The optimizer that a script passed.
+
+    Attributes:
+        optimizer: what ``longshore.initialize`` gets.
+        kept: the script's optimizer; None if it passed none, or a function that was not called yet.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = self.optimizer = given
+        self.kept = given if isinstance(given, Optimizer) else None
+        if self.kept is None and callable(given):
+            self.optimizer = self._made
+
+    def _made(self, parameters: Any) -> Any:
+        self.kept = self._given(parameters)
+        return self.kept
 
 
 @contextlib.contextmanager

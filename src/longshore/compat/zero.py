@@ -16,6 +16,7 @@ from longshore.compat.distributed import init_distributed
 from longshore.engine import Config, Init
 from longshore.engine.config.values import kind_in
 from longshore.engine.gathering import comes_in_shards, gather
+from longshore.engine.model_sharding import named_leaves
 from longshore.units import units_with_leaves
 
 
@@ -277,6 +278,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         _LEAVES.add(model)
     else:
         _LEAVES.discard(model)
+
+
+def note_leaves(model: nn.Module, config: Config) -> list[nn.Module]:
+    """Set as leaves those that the configuration names, as DeepSpeed does; return all leaves of the model."""
+    _LEAVES.update(named_leaves(model, config))
+    return get_z3_leaf_modules(model)
 
 
 def policy_for(model: Any, config: Any) -> Callable[[str, nn.Module], bool] | None:

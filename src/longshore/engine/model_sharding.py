@@ -224,16 +224,21 @@ def _leaves_of(model: nn.Module, config: Config) -> list[nn.Module]:
     Raises:
         ValueError: it names some, and the model has none of them.
     """
+    found = named_leaves(model, config)
+    if not found and (wanted := [*config.leaf_classes, *config.leaf_names, *config.leaf_name_suffixes]):
+        raise ValueError(
+            f"leaf_module names {', '.join(wanted)}, and the model has no such module; correct it, or leave it out"
+        )
+    return found
+
+
+def named_leaves(model: nn.Module, config: Config) -> list[nn.Module]:
+    """Return the modules of the model that the configuration names as leaves."""
     classes, names, suffixes = {*config.leaf_classes}, {*config.leaf_names}, config.leaf_name_suffixes
-    found = [
+    return [
         module
         for name, module in model.named_modules()
         if {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & classes
         or name in names
         or name.endswith(suffixes)
     ]
-    if not found and (wanted := [*config.leaf_classes, *config.leaf_names, *suffixes]):
-        raise ValueError(
-            f"leaf_module names {', '.join(wanted)}, and the model has no such module; correct it, or leave it out"
-        )
-    return found
