@@ -225,6 +225,51 @@ def test_a_writer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     ]
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "csv_monitor"])
+def test_a_writer_that_cannot_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training begins without it, and the other writers write."""
+
+    class NoKey:
+        __spec__ = object()
+        run = None
+
+        def init(self, **_: Any) -> None:
+            raise RuntimeError("api_key not configured (no-tty). Run wandb login")
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", NoKey())
+    taken = tmp_path / "a file"
+    taken.write_text("where a folder would be")
+    section = {"enabled": True} if name == "wandb" else {"enabled": True, "output_path": str(taken)}
+    other = "csv_monitor" if name != "csv_monitor" else "tensorboard"
+    working = {"enabled": True, "output_path": str(tmp_path / "runs")}
+    with caplog.at_level(logging.WARNING, logger="longshore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's
+        engine, _ = train(config_with(**{name: section, other: working}))
+    assert engine.global_steps == 3
+    (told,) = [record.message for record in caplog.records if "cannot start" in record.message]
+    assert told.startswith(f"{name} cannot start (") and told.endswith(") and gets no numbers; training goes on")
+    assert list((tmp_path / "runs" / "longshore").iterdir()), "the other one writes"
+
+
+@pytest.mark.slow
+def test_the_real_wandb_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="longshore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, _ = train(config_with(wandb={"enabled": True}))
+    assert engine.global_steps == 3
+    assert any("wandb cannot start" in record.message for record in caplog.records)
+
+
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 

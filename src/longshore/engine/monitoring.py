@@ -58,15 +58,16 @@ class StepFigures(NamedTuple):
 class Reports:
     """Reports steps on rank 0, as a printed line and as numbers for writers; see :func:`reports_of`.
 
-    A writer that fails is dropped with a warning, and training goes on. With ``wall_clock_breakdown`` the line has the
-    times of forward, backward and step; on CUDA, measuring them waits for the device, which slows training.
+    A writer that cannot start, or fails, is dropped with a warning, and training goes on. With ``wall_clock_breakdown``
+    the line has the times of forward, backward and step; on CUDA, measuring them waits for the device, which slows
+    training.
     """
 
     def __init__(self, config: Config, optimizer: TiledOptimizer, device: torch.device) -> None:
         self._every = config.steps_per_print
         self._timed = config.wall_clock_breakdown and self._every is not None
         sections = {name: getattr(config, name) for name in _WRITERS}
-        self._writers = {name: _WRITERS[name](section) for name, section in sections.items() if section is not None}
+        self._writers = _started({name: section for name, section in sections.items() if section is not None})
         self._optimizer = optimizer
         self._device = device
         self._meter = Meter()
@@ -304,6 +305,18 @@ class CsvWriter:
 
 _WRITERS: dict[str, Any] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter}
 """Classes of writers, by the section of the configuration that enables them."""
+
+
+def _started(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the writers of these sections of the configuration, without those that cannot start."""
+    writers: dict[str, Any] = {}
+    for name, section in sections.items():
+        try:
+            writers[name] = _WRITERS[name](section)
+        except Exception as error:
+            what = f"{name} cannot start ({type(error).__name__}: {error})"
+            _log.warning("%s and gets no numbers; training goes on", what)
+    return writers
 
 
 def check_installed(config: Config) -> None:

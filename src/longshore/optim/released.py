@@ -161,7 +161,8 @@ def _moved(args: Any, asking: str) -> LongshoreError:
         f"{name}: its gradient is on the host (as under every engine, and with release_gradients=True), and {asking} "
         "asked for it. With an engine, set gradient_clipping in its configuration, call engine.get_global_grad_norm(), "
         "and read or set gradients by longshore.utils.safe_get_full_grad() and safe_set_full_grad(). With an optimizer "
-        "alone, call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where "
+        "alone, call optimizer.clip_grad_norm_() and optimizer.grad_norm() (where Accelerate has prepared it: "
+        "optimizer.optimizer.clip_grad_norm_(), if accelerator.sync_gradients), and use release_gradients=False where "
         ".grad itself is read or edited, and for a GradScaler. To discard gradients, set them to None "
         "(zero_grad(set_to_none=True))"
     )

@@ -120,3 +120,30 @@ def on_fsdp2(mine: str, clip: float | None) -> None:
             check_equal(weights, plain)
     for name, each in weights.items():
         torch.testing.assert_close(each, plain[name], rtol=1e-3, atol=1e-5)
+
+
+def clipped_by_the_optimizer(kind: str, max_norm: float) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and norms of a prepared loop whose optimizer clips; "plain" does by hand what longshore's does."""
+    norms: list[float] = []
+    with fresh_accelerate():
+        mine = accelerator()
+        model = make_model()
+        model, optimizer, loader = mine.prepare(model, make_optimizer(kind, model), DataLoader(make_data(32), 2))
+        for batch in loader:
+            with mine.accumulate(model):
+                mine.backward(model(**batch).loss)
+                if mine.sync_gradients:
+                    norms.append(float(_clip(kind, model, optimizer, max_norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}, norms
+
+
+def _clip(kind: str, model: nn.Module, optimizer: Any, max_norm: float) -> Tensor:
+    if kind != "plain":
+        return optimizer.optimizer.clip_grad_norm_(max_norm)
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt().float()
+    for each in gradients:
+        each.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

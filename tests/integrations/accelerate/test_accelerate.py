@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,27 @@ from integrations.accelerate import cases
 def test_one_process(options: dict[str, Any]) -> None:
     """Accumulation, clipping, mixed precision with a scaler, schedules, evaluation between steps."""
     cases.both(**options)
+
+
+@pytest.mark.parametrize("kind", ["kept", "released"])
+def test_the_prepared_optimizer_clips(kind: str) -> None:
+    """By the call that the error of ``accelerator.clip_grad_norm_`` names where gradients are released."""
+    expected, norms = cases.clipped_by_the_optimizer("plain", 0.25)
+    found, mine = cases.clipped_by_the_optimizer(kind, 0.25)
+    cases.check_equal(found, expected)
+    assert mine == norms and min(norms) > 0.25
+
+
+def test_clipping_that_cannot_see_released_gradients_names_the_call() -> None:
+    with cases.fresh_accelerate():
+        accelerator, model = cases.accelerator(), torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, cases.make_optimizer("released", model))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        named = re.escape("where Accelerate has prepared it: optimizer.optimizer.clip_grad_norm_()")
+        with pytest.raises(longshore.LongshoreError, match=named):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert float(optimizer.optimizer.clip_grad_norm_(1.0)) > 1.0
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["kept", "released"])
