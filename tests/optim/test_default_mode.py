@@ -347,7 +347,7 @@ def test_unseen_writes_without_detection_are_adopted_by_refresh_master_and_named
         ({"betas": "ab"}, "betas is a pair"),
         ({"betas": {0.5: 1, 0.9: 2}}, "betas is a pair"),
         ({"offload": longshore.Offload(cpu_set=[99999])}, "CPU 99999"),
-        ({"offload": longshore.Offload(threads=5000)}, "1 to 4096"),
+        ({"offload": longshore.Offload(cpu_set=[2**64])}, "CPU 18446744073709551616 is not among those"),
     ],
 )
 def test_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
@@ -427,8 +427,11 @@ def test_honoured_or_harmless_options() -> None:
     longshore.AdamW(small_model().parameters(), maximize=True)
     with pytest.raises(ValueError, match="tile_numel"):
         longshore.Offload(tile_numel=0)
-    with pytest.raises(ValueError, match="threads is a number"):
-        longshore.Offload(threads=0)
+    for threads in (0, 4097, 2**64):
+        with pytest.raises(ValueError, match="threads is a number of host threads, at least 1 and at most 4096"):
+            longshore.Offload(threads=threads)
+    with pytest.raises(ValueError, match=f"tile_numel is .* at most {2**63 - 1}"):
+        longshore.Offload(tile_numel=2**63)
     with pytest.raises(TypeError, match=r"longshore\.Offload"):
         longshore.AdamW(small_model().parameters(), offload={"tile_numel": 4})
 

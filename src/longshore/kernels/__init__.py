@@ -41,7 +41,7 @@ from longshore.kernels.formats import (
     parse_state_format,
     stream_of,
 )
-from longshore.kernels.host import HostKernels
+from longshore.kernels.host import MOST_HOST_THREADS, HostKernels
 from longshore.kernels.newton_schulz import newton_schulz, newton_schulz_bytes
 from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
@@ -49,6 +49,7 @@ from longshore.machine import usable_cpus
 __all__ = [
     "ARITHMETIC",
     "FLOAT32_STATES",
+    "MOST_HOST_THREADS",
     "MOST_STATES",
     "NEVER_NEGATIVE",
     "NORM_BLOCK_NUMEL",

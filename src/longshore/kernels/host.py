@@ -22,6 +22,10 @@ _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 """Index of each rule of native/rules.inl by :attr:`Rule.name`."""
 
 
+MOST_HOST_THREADS = 4096
+"""The largest number of threads of a pool (``native/thread_pool.cpp``)."""
+
+
 class HostKernels:
     """Native kernels, together with the threads that run them, which objects with equal arguments share.
 
@@ -33,7 +37,7 @@ class HostKernels:
         instruction_set: for tests; default: the best that this CPU supports.
 
     Raises:
-        ValueError: a thread count below 1, or a CPU that is not available.
+        ValueError: a thread count below 1 or above 4096, or a CPU that is not available.
     """
 
     device = torch.device("cpu")
@@ -52,6 +56,9 @@ class HostKernels:
             granted = binding_of(os.environ) if not cpus else None
             # OMP_NUM_THREADS is ignored here.
             threads = len(cpus or usable_cpus()) if granted is None else granted.host_threads
+        usable = set(usable_cpus())
+        if absent := [cpu for cpu in cpus if cpu not in usable]:
+            raise ValueError(f"CPU {absent[0]} is not among those that this process may use")
         supported = _native.supported_instruction_sets()
         if instruction_set is not None and instruction_set not in supported:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")

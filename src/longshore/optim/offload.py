@@ -14,6 +14,7 @@ from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import (
     FLOAT32_STATES,
+    MOST_HOST_THREADS,
     Coding,
     DeviceKernels,
     HostKernels,
@@ -128,10 +129,11 @@ class Offload(StoreFactory):
     keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        for name, of in (("tile_numel", "elements"), ("threads", "host threads")):
+        most = (("tile_numel", "elements", 2**63 - 1), ("threads", "host threads", MOST_HOST_THREADS))
+        for name, of, limit in most:
             count = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} is a number of {of}, at least 1, not {count!r}")
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit):
+                raise ValueError(f"{name} is a number of {of}, at least 1 and at most {limit}, not {count!r}")
         cpus = self.cpu_set
         if isinstance(cpus, (str, bytes)) or (
             cpus is not None and (not cpus or any(type(cpu) is not int or cpu < 0 for cpu in cpus))

@@ -52,6 +52,20 @@ def test_every_change_that_an_error_proposes_works(
     assert proposals >= 1
 
 
+@pytest.mark.parametrize("train", [10**18 + 9, 2**63 - 25, 2**62])
+@pytest.mark.parametrize("micro", [10**17, 3**37])
+def test_large_numbers_have_a_proposal_too(train: int, micro: int) -> None:
+    """The first two are primes, whose divisors were searched among all numbers up to ``micro``."""
+    with pytest.raises(ValueError, match="change train_batch_size to"):
+        resolve(BatchNumbers(train, micro, None), 1)
+
+
+def test_a_product_of_more_than_64_bits() -> None:
+    assert resolve(BatchNumbers(None, 2**31, 2**31 - 1), 2).train == 2**63 - 2**32
+    with pytest.raises(ValueError, match="= 9223372036854775808, and integers have at most 64 bits; lower one"):
+        resolve(BatchNumbers(None, 2**31, 2**31), 2)
+
+
 def test_the_words() -> None:
     with pytest.raises(ValueError, match="is not") as caught:
         resolve(BatchNumbers(12, 2, 2), 2, DEEPSPEED)

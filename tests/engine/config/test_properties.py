@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from longshore.engine.config.reading import names_in, unknown
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import KEYS, SECTIONS, TABLE
 from longshore.engine.config.values import Block
+from longshore.kernels import MOST_HOST_THREADS
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("auto"),
@@ -98,6 +101,78 @@ def problems_at(file: dict[str, Any], key: Key, but: tuple[str, ...] = ()) -> li
         found = [problem.what for problem in error.problems if problem.path == key.path]
         return [what for what in found if not any(words in what for words in but)]
     return []
+
+
+EXTREME = (-(2**64), -1e308, -(2**63), 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 1e300, 1e308, 10**308, 5e-324)
+
+
+@pytest.mark.parametrize("value", [*EXTREME, 10**5000], ids=[*map("{:.4g}".format, EXTREME), "5000 digits"])
+def test_extreme_numbers_load_or_say_why_not(value: float) -> None:
+    for key in TABLE:
+        for given_ in (value, [value]):
+            file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+            insert(file, key, given_)
+            for section, types in (("optimizer", ("AdamW",)), ("scheduler", ("OneCycle",))):
+                if section in file and key.name != "type":
+                    file[section].setdefault("type", (key.of or types)[0])
+            loaded = load_or_problems(file, world_size=2)
+            wide = isinstance(value, int) and abs(value) >= 2**63
+            if wide and loaded is not None and key.treatment is not Treatment.REFUSED:
+                assert not getattr(key.kind, "whole", False), key.path
+
+
+@pytest.mark.parametrize(
+    "field, words",
+    [
+        ("threads", "at least 1 and at most 4096; integers have"),
+        ("cpu_set", "integers have at most 64 bits"),
+        ("tile_numel", "at most 64 bits"),
+    ],
+)
+def test_integers_of_more_than_64_bits(field: str, words: str) -> None:
+    value = [2**64] if field == "cpu_set" else 2**64
+    for make in (
+        lambda: Config(**{field: value}),
+        lambda: load_config({"train_batch_size": 1, "longshore": {field: value}}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make()
+
+
+def test_as_many_threads_as_the_host_kernels_take() -> None:
+    assert Config(threads=MOST_HOST_THREADS).threads == MOST_HOST_THREADS
+    with pytest.raises(ConfigError, match=r"at most 4096$"):
+        Config(threads=MOST_HOST_THREADS + 1)
+
+
+def rates_of(value: object) -> st.SearchStrategy[Any]:
+    """Return a strategy for one parameter of a schedule, which is mostly legal."""
+    if value == "warmup_type":
+        return st.sampled_from(["log", "linear"])
+    number = st.sampled_from([0, 1, 2, 3, 0.5, 0.99, 2**62, 2**63 - 1, 1e38, 1e308, 5e-324, 2**64, 10**308])
+    return st.booleans() if value in ("cycle_momentum", "lr_range_test_staircase") else number
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    kind = draw(st.sampled_from([*SCHEDULERS]))
+    names = [name for name in SCHEDULERS[kind].model_fields if name != "type"]
+    given_ = draw(st.lists(st.sampled_from(names), unique=True))
+    return kind, {name: draw(rates_of(name)) for name in given_}
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules(), st.lists(st.sampled_from([0, 1, 2, 1000, 3999, 4000, 4001, 2**62, 2**63 - 1]), min_size=1))
+def test_what_a_schedule_accepts_has_rates(schedule: tuple[str, dict[str, Any]], steps: Sequence[int]) -> None:
+    kind, params = schedule
+    try:
+        config = SCHEDULERS[kind](**params)
+    except ConfigError:
+        return
+    for count in steps:
+        assert all(0 <= rate < math.inf for rate in config.lrs(count, [1e-3]))
+        if params.get("decay_mom_rate", 0) == 0:  # which may drive betas out of their range
+            assert all(0 <= beta < 1 for pair in config.betas(count, 1) or () for beta in pair)
 
 
 REFUSED = [key for key in TABLE if key.treatment is Treatment.REFUSED and not isinstance(key.kind, Block)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from longshore.engine.config import ConfigError, load_config
+from longshore.engine.config import Config, ConfigError, load_config
 from longshore.engine.config.reading import read_file
 
 
@@ -33,8 +36,9 @@ from longshore.engine.config.reading import read_file
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"1" * 10_000 + b"}", "must be JSON: Exceeds the limit"),
         (b'{"gradient_clipping": 1e999, "train_batch_size": 1}', "must be a number of at least 0"),
+        (b'{"a": ' * 900 + b"1" + b"}" * 900, "is not a key of the file's top level"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / "config.json"
@@ -52,6 +56,55 @@ def test_no_file(tmp_path: Path) -> None:
         load_config(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config("a\0b")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_has_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "config.json"
+        os.mkfifo(path)
+    with pytest.raises(ConfigError, match="it is a folder, a pipe or a device; write its content to a file"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "content, what",
+    [
+        ("/* " * 3_300_000, "is too large to be a configuration: it has more than 1048576 bytes"),
+        ("/* " * 340_000, "line 1, column 1 it is not"),
+        ('"\\' * 340_000, "line 1, column 1 it is not"),
+        ("{" + ",".join(f'"a{number % 30_000}": 1' for number in range(60_000)) + "}", "a0: is given more than once"),
+        (json.dumps({"k" * 1_000_000: 1}), f'kkk... = 1: "{"k" * 57}..." is not a key of the file'),
+        (json.dumps({"zero_optimization": {"k" * 1_000_000: 1}}), "kkk... = 1: "),
+        (json.dumps({"optimizer": {"type": "k" * 1_000_000}}), 'kkk...: must be one of "Ada'),
+        (json.dumps({f"key_{number}": 1 for number in range(50_000)}), "has 50001 problems"),
+    ],
+    ids=["large", "comments", "escapes", "repeated", "key", "inner key", "value", "keys"],
+)
+def test_large_files_are_refused_at_once(tmp_path: Path, content: str, what: str) -> None:
+    """Each of these took from seconds to hours, where a search began again at each letter."""
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert what in str(caught.value)
+    assert len(str(caught.value)) < 20_000
+
+
+def test_the_first_unknown_keys_are_compared_with_the_known_ones() -> None:
+    file: dict[str, Any] = {f"train_batch_sizes{number}": 1 for number in range(1000)}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batch_size": 1, **file})
+    found = [problem.what for problem in caught.value.problems]
+    assert len(found) == 1000
+    assert ["did you mean" in what for what in found] == [number < 20 for number in range(1000)]
+    assert str(caught.value).splitlines()[-1] == "  and 900 more"
+
+
+def test_a_long_field_is_no_other_name() -> None:
+    with pytest.raises(ConfigError, match=r"kkk\.\.\. = 1: is not a field of Config$"):
+        Config(**{"k" * 1_000_000: 1})
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:

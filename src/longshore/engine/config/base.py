@@ -27,7 +27,16 @@ class Problem:
     value: Any = NOTHING
 
     def __str__(self) -> str:
-        return f"{self.path}{'' if self.value is NOTHING else f' = {shown(self.value)}'}: {self.what}"
+        path = self.path if len(self.path) <= 200 else f"{self.path[:197]}..."
+        return f"{path}{'' if self.value is NOTHING else f' = {shown(self.value)}'}: {self.what}"
+
+
+_MOST_LETTERS = 60
+"""Length to which values and unknown names are cut in messages. No name is as long."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
 def shown(value: object) -> str:
@@ -35,12 +44,16 @@ def shown(value: object) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = object.__repr__(value) if isinstance(value, (dict, list, tuple)) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        # Python writes no integer of more than 4300 digits.
+        text = object.__repr__(value) if isinstance(value, (dict, list, tuple, int)) else repr(value)
+    return _cut(text)
+
+
+_MOST_LINES = 100
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used.
+    """A configuration that cannot be used. The message has the first 100 problems.
 
     Attributes:
         source: the path of the file, or the name of the class that was built.
@@ -51,7 +64,9 @@ class ConfigError(ValueError):
         self.source = source
         self.problems = tuple(problems)
         count = len(self.problems)
-        lines = (f"{source} has {count} problem{'s' if count != 1 else ''}:", *map(str, self.problems))
+        lines = [f"{source} has {count} problem{'s' if count != 1 else ''}:", *map(str, self.problems[:_MOST_LINES])]
+        if count > _MOST_LINES:
+            lines.append(f"and {count - _MOST_LINES} more")
         super().__init__("\n  ".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[Problem, ...]]]:
@@ -115,8 +130,8 @@ _ALIASES = {other: ours for ours, others in _OTHER_NAMES.items() for other in ot
 
 
 def quoted(value: object) -> str:
-    """Return a name or value as JSON shows it."""
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """Return a name or value as JSON shows it, cut to 60 characters."""
+    return f'"{_cut(value)}"' if isinstance(value, str) else _cut(str(value))
 
 
 def edits(left: str, right: str) -> int:
@@ -142,7 +157,7 @@ def alias_of(name: str, known: Iterable[str]) -> list[str]:
 
 def candidates(name: object, known: Iterable[str]) -> list[str]:
     """Return the known names that ``name`` may stand for: that of another library's name, or the most similar ones."""
-    if not isinstance(name, str):
+    if not isinstance(name, str) or len(name) > _MOST_LETTERS:
         return []
     given, known = name.lower(), list(known)
     if called := alias_of(name, known):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from longshore.engine.config.values import MOST_INTEGER
+
 
 class BatchNumbers(NamedTuple):
     """Samples in a step over all ranks, samples in a backward on one rank, and backwards in a step. None: not given."""
@@ -23,6 +25,9 @@ class Names(NamedTuple):
 
 
 OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+_MOST_TRIES = 1 << 16
+
+
 DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -43,7 +48,13 @@ def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) ->
     check_world_size(world_size)
     if train is None:
         micro, steps = micro or 1, steps or 1
-        return BatchNumbers(micro * steps * world_size, micro, steps)
+        train = micro * steps * world_size
+        if train > MOST_INTEGER:
+            raise ValueError(
+                f"is {names.micro} {micro} x {names.steps} {steps} x {world_size} ranks = {train}, and integers have "
+                "at most 64 bits; lower one of them"
+            )
+        return BatchNumbers(train, micro, steps)
     if micro is None:
         steps = steps or 1
         micro, rest = divmod(train, steps * world_size)
@@ -80,8 +91,11 @@ def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names
         best, rest = divmod(train, product // number)
         if rest == 0:
             if not exact:  # Another number is computed from this one, so any divisor is valid: the nearest below.
-                best = max(divisor for divisor in range(1, min(best, number) + 1) if best % divisor == 0)
-            ways.append(f"{name} to {best}")
+                most = min(best, number)
+                divisors = (divisor for divisor in range(most, max(0, most - _MOST_TRIES), -1) if best % divisor == 0)
+                best = next(divisors, None)  # of numbers with many digits there may be none that is near
+            if best is not None:
+                ways.append(f"{name} to {best}")
     return (
         f"must be {names.micro} x {names.steps} x ranks, and {train} {relation} {' x '.join(said)} = {product}; "
         f"change {', or '.join(ways)}"

@@ -201,7 +201,7 @@ class Config(FrozenModel):
     gather_on_save: bool = True
 
     tile_numel: _MaybeCount = None
-    threads: _MaybeCount = None
+    threads: Annotated[int | None, Number(1, maximum=4096, whole=True)] = None
     cpu_set: Annotated[tuple[int, ...] | None, Items(AT_LEAST_0)] = None
     cpu_share: Annotated[float | None, FRACTION] = None
     speculation_memory: Annotated[int | str, Budget()] = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ from longshore.engine.config.keys import Auto, Key, Treatment, joined
 from longshore.engine.config.table import KEYS, NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
 from longshore.engine.config.values import WrongValueError
 
+_MOST_BYTES = 1 << 20
+"""Size of the largest file that is read, of which a configuration needs a hundredth."""
+_MOST_ADVICE = 20
+"""Number of unknown keys of a file that are compared with all known ones, each of which takes some milliseconds."""
 UNKNOWN_KEYS = "LONGSHORE_UNKNOWN_KEYS"
 """Variable by which unknown keys at the top level of a file are errors (``error``, the default) or ``warn``."""
 
@@ -38,8 +44,8 @@ class _Object(dict[str, Any]):
 def _object(pairs: list[tuple[str, Any]]) -> _Object:
     found = _Object(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        found.repeated = tuple(name for name in found if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        found.repeated = tuple(name for name in found if counts[name] > 1)
     return found
 
 
@@ -52,15 +58,23 @@ def read_file(path: Path) -> dict[str, Any]:
     bracket, which DeepSpeed reads over.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
-            key twice.
+        ConfigError: the file is missing, unreadable, a pipe or a device, or larger than a configuration, is not JSON
+            (with line and column), is not an object, or has a key twice.
     """
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(str(path), [Problem("(file)", what)])
 
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device may have no end
+            raise refuse("cannot be read: it is a folder, a pipe or a device; write its content to a file")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise refuse(f"is too large to be a configuration: it has more than {_MOST_BYTES} bytes; check the path")
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise refuse("there is no such file; give the path of a JSON file, a dict or a longshore.Config") from None
     except UnicodeDecodeError as error:
@@ -70,6 +84,7 @@ def read_file(path: Path) -> dict[str, Any]:
     plain, first = _without_comments(text)
     try:
         data = json.loads(plain, object_pairs_hook=_object, parse_constant=_constant)
+        repeated = [*_repeated(data, "")]
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise refuse(
@@ -81,7 +96,6 @@ def read_file(path: Path) -> dict[str, Any]:
         raise refuse(f"must be JSON: {error}") from None
     if not isinstance(data, _Object):
         raise refuse(f"must be a JSON object, in braces, and is {shown(data)}")
-    repeated = _repeated(data, "")
     if repeated:
         raise ConfigError(str(path), repeated)
     if plain != text and os.environ.get("RANK", "0") == "0":
@@ -95,13 +109,18 @@ def read_file(path: Path) -> dict[str, Any]:
 
 _NOT_JSON = re.compile(
     r"""
-    (?P<kept> "(?: \\. | [^"\\\n] )*" )                     # a string, in which nothing is a comment
-    | (?: // | \# ) [^\n]*                                   # to the end of the line
+    (?: // | \# ) [^\n]*                                     # to the end of the line
     | /\* .*? \*/
+    | (?P<kept>
+        "[^"\\\n]* (?: \\. [^"\\\n]* )* "?                        # a string, in which nothing is a comment
+        | /\* .*                                             # a comment without an end
+      )
     """,
     re.VERBOSE | re.DOTALL,
 )
-_STRING_OR_LAST_COMMA = re.compile(r"""(?P<kept>"(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])""")
+"""A string or a comment without an end is matched, too: otherwise all that follows would be searched for its end again
+from each of its letters. JSON has an error where it begins."""
+_STRING_OR_LAST_COMMA = re.compile(r"""(?P<kept>"[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|,(?=\s*[}\]])""")
 
 
 def _without_comments(text: str) -> tuple[str, int]:
@@ -119,10 +138,12 @@ def _without_comments(text: str) -> tuple[str, int]:
     return plain, text.count("\n", 0, min(starts, default=0)) + 1
 
 
-def _repeated(value: Any, path: str) -> list[Problem]:
-    found = [Problem(f"{path}{name}", "is given more than once; keep one") for name in getattr(value, "repeated", ())]
+def _repeated(value: Any, path: str) -> Iterator[Problem]:
+    for name in getattr(value, "repeated", ()):
+        yield Problem(f"{path}{name}", "is given more than once; keep one")
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [*found, *(problem for name, inner in inside for problem in _repeated(inner, f"{path}{name}."))]
+    for name, inner in inside:
+        yield from _repeated(inner, f"{path}{name}.")
 
 
 class Reading:
@@ -142,6 +163,7 @@ class Reading:
         self.notes: list[str] = []
         self._auto = auto
         self._old: list[tuple[Key, Any]] = []
+        self._unknown = 0
         for path, value in auto.items():
             section, _, name = str(path).rpartition(".")
             if (section, name) not in KEYS:
@@ -168,11 +190,16 @@ class Reading:
             elif path in SECTIONS and "." not in name:
                 self._enter(value, path)
             elif key is None and not section and _unknown_keys_warn():
-                self.notes.append(f"{unknown('', name)}. It is ignored, as {UNKNOWN_KEYS}=warn asks")
+                self.notes.append(f"{self._advice('', name)}. It is ignored, as {UNKNOWN_KEYS}=warn asks")
             elif key is None or (of and key.of and of not in key.of):
-                self.problem(path, unknown(section, name, of), value)
+                self.problem(path, self._advice(section, name, of), value)
             else:
                 self._key(key, value)
+
+    def _advice(self, section: str, name: object, of: str = "") -> str:
+        """Describe an unknown name; after some, without a comparison with the names that it may stand for."""
+        self._unknown += 1
+        return unknown(section, name, of) if self._unknown <= _MOST_ADVICE else _no_key(section, name, of)
 
     def _enter(self, value: Any, path: str, of: str = "") -> None:
         if value is None:
@@ -274,10 +301,14 @@ def names_in(section: str, of: str = "") -> list[str]:
     return [*keys, *inside, *(() if section else OLD_SECTIONS)]
 
 
+def _no_key(section: str, name: object, of: str) -> str:
+    here = f"{section} of {of}" if of else section or "the file's top level"
+    return f"{quoted(name)} is not a key of {here}"
+
+
 def unknown(section: str, name: object, of: str = "") -> str:
     """Describe an unknown name: the nearest name in the section, or the other sections that have it."""
-    here = f"{section} of {of}" if of else section or "the file's top level"
-    said = f"{quoted(name)} is not a key of {here}"
+    said = _no_key(section, name, of)
     if not isinstance(name, str):
         return f"{said}; keys are strings"
     parent, _, last = name.rpartition(".")

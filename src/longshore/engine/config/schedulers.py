@@ -26,8 +26,6 @@ from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
     BETA,
-    NOT_NEGATIVE,
-    POSITIVE,
     Either,
     Items,
     Number,
@@ -39,12 +37,15 @@ _ONE_CYCLE_BETA2 = 0.99
 PerGroup = float | tuple[float, ...]
 """One for all parameter groups, or one for each."""
 
-_RATES = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
+_LARGEST = 2.0**127
+"""A larger rate would be infinite in float32, and products of two of them in double precision."""
+_RATE = Number(0, maximum=_LARGEST)
+_RATES = Either((_RATE, Items(_RATE)))
 _PerGroup = Annotated[PerGroup, _RATES]
 _Momentum = Annotated[PerGroup, Either((BETA, Items(BETA)))]
 _Steps = Annotated[int, AT_LEAST_1]
 _WarmupType = Annotated[Literal["log", "linear"], OneOf(("log", "linear"))]
-_Ratio = Annotated[float, NOT_NEGATIVE]
+_Ratio = Annotated[float, _RATE]
 
 
 class ScheduleConfig(NamedModel):
@@ -163,7 +164,7 @@ class OneCycleConfig(ScheduleConfig):
     cycle_momentum: bool = True
     cycle_min_mom: _Momentum = 0.8
     cycle_max_mom: _Momentum = 0.9
-    decay_mom_rate: Annotated[float, Number()] = 0.0
+    decay_mom_rate: Annotated[float, Number(-_LARGEST, maximum=_LARGEST)] = 0.0
 
     @model_validator(mode="after")
     def _decay_has_steps(self) -> OneCycleConfig:
@@ -245,7 +246,7 @@ class LRRangeTestConfig(ScheduleConfig):
     type: Literal["LRRangeTest"] = "LRRangeTest"
     lr_range_test_min_lr: _PerGroup = 1e-3
     lr_range_test_step_size: _Steps = 2000
-    lr_range_test_step_rate: Annotated[float, POSITIVE] = 1.0
+    lr_range_test_step_rate: Annotated[float, Number(above=0, maximum=_LARGEST)] = 1.0
     lr_range_test_staircase: bool = False
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:

@@ -109,7 +109,7 @@ class Number(Kind):
 
     Attributes:
         of: what it measures or counts.
-        whole: whether it is an integer. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
+        whole: whether it is an integer of 64 bits. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
     """
 
     minimum: float | None = None
@@ -132,6 +132,10 @@ class Number(Kind):
         inside = number is not None and all(holds(number, bound) for _, holds, bound in self._bounds())
         return number if inside else None
 
+    def hint(self, value: object) -> str:
+        is_number = isinstance(value, numbers.Real) and value == value  # NaN is none
+        return "; integers have at most 64 bits" if self.whole and is_number and not _has_64_bits(value) else ""
+
     def converted(self, value: object) -> float | None:
         return self.read(_quoted_number(value))
 
@@ -145,9 +149,17 @@ def _quoted_number(value: object) -> float | None:
     return None
 
 
+MOST_INTEGER = 2**63 - 1
+"""The largest integer of 64 bits: torch, NumPy and the native code have no larger ones."""
+
+
+def _has_64_bits(value: Any) -> bool:
+    return -MOST_INTEGER <= value <= MOST_INTEGER
+
+
 def _number(value: object, whole: bool) -> float | None:
     """Return a finite number, as an int if ``whole``; None if the value is not one."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or (whole and not _has_64_bits(value)):
         return None
     if whole and isinstance(value, numbers.Integral):
         return int(value)
@@ -231,6 +243,9 @@ class Items(Kind):
     def says(self) -> str:
         return ("a list" if self.count is None else f"a list of {self.count}") + f", each {self.of.says()}"
 
+    def hint(self, value: object) -> str:
+        return next(filter(None, map(self.of.hint, value)), "") if isinstance(value, (list, tuple)) else ""
+
     def read(self, value: object) -> tuple[Any, ...] | None:
         if not isinstance(value, (list, tuple)) or len(value) != (len(value) if self.count is None else self.count):
             return None
@@ -251,6 +266,9 @@ class Either(Kind):
 
     def says(self) -> str:
         return ", or ".join(kind.says() for kind in self.kinds)
+
+    def hint(self, value: object) -> str:
+        return next((hint for kind in self.kinds if (hint := kind.hint(value))), "")
 
     def read(self, value: object) -> Any:
         return next((found for kind in self.kinds if (found := kind.read(value)) is not None), None)
