@@ -304,8 +304,29 @@ GRPO = ["--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1
     ],
 )
 def test_trl(trainer: str, ranks: int, stage: int, tmp_path: Path) -> None:
-    file, model = tmp_path / "ds.json", str(tmp_path / "model")
-    file.write_text(json.dumps(Row(ranks, stage).content()))
+    compare_trl(trainer, Row(ranks, stage), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "trainer, ranks, optimizer",
+    [
+        pytest.param("dpo", 1, {"device": "cpu"}, marks=pytest.mark.slow),
+        pytest.param("dpo", 2, {"device": "cpu"}, marks=pytest.mark.slow),
+        pytest.param("dpo", 2, {"device": "none"}, marks=pytest.mark.full),
+        pytest.param("grpo", 2, {"device": "cpu"}, marks=pytest.mark.full),
+    ],
+)
+def test_trl_with_parameters_on_the_host(
+    trainer: str, ranks: int, optimizer: dict[str, str], tmp_path: Path
+) -> None:
+    """Those of the reference model too, for which TRL leaves out the optimizer and where its state is."""
+    on_host = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": optimizer}
+    compare_trl(trainer, Row(ranks, 3, file={"zero_optimization": on_host}), tmp_path)
+
+
+def compare_trl(trainer: str, row: Row, tmp_path: Path) -> None:
+    file, model, ranks = tmp_path / "ds.json", str(tmp_path / "model"), row.ranks
+    file.write_text(json.dumps(row.content()))
     script = str(SCRIPTS / "trl_trainers.py")
     run(script, "make", model)
     command = [script, trainer, model, *TRL, *(GRPO if trainer == "grpo" else []), "--output_dir"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
+import torch.distributed as dist
 from pydantic import PrivateAttr
 
 from longshore.engine import Config
@@ -61,5 +63,24 @@ def for_evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in content.items() if key not in steps and "." not in str(key)}
     zero = kept.get("zero_optimization")
     if isinstance(zero, Mapping):
-        kept["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
+        kept["zero_optimization"] = _without_states(zero)
     return {**kept, "gradient_clipping": 0}
+
+
+def _without_states(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``zero_optimization`` for an engine that never steps: its parameters may rest on the host at stage 3."""
+    kept = {key: value for key, value in zero.items() if key not in ("offload_optimizer", "cpu_offload")}
+    of_parameters = zero.get("offload_param")
+    rests = isinstance(of_parameters, Mapping) and of_parameters.get("device") == "cpu"
+    if not rests and zero.get("cpu_offload_param") is not True:
+        return kept
+    if zero.get("stage", 0) == 3:
+        return {**kept, "offload_optimizer": {"device": "cpu"}}  # where the parameters are
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            f"zero_optimization.offload_param is for stage 3, and this engine without an optimizer has stage "
+            f"{zero.get('stage', 0)}: its parameters stay on the device, as in DeepSpeed; set the stage to 3 to keep "
+            "them in host memory",
+            stacklevel=4,
+        )
+    return {key: value for key, value in kept.items() if key not in ("offload_param", "cpu_offload_param")}

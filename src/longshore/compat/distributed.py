@@ -54,7 +54,7 @@ def init_distributed(
         return
     own.init_distributed(dist_backend, distributed_port=distributed_port, timeout=timeout)
     if not dist.is_initialized():
-        backend = dist_backend or ("nccl" if join().device.type == "cuda" else "gloo")
+        backend = dist_backend or dist.get_default_backend_for_device(join().device.type)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 

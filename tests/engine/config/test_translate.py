@@ -262,10 +262,14 @@ def test_parameters_on_the_host() -> None:
     assert loaded.config.param_device == "cpu" and loaded == load(**offload_param())
     assert load(**offload_param(offload_param={"device": "none"})).config.param_device == "none"
     assert load(zero_optimization={"stage": 3}).config.param_device == "none"
+    for states in ({"offload_optimizer": {"device": "none"}}, {"offload_optimizer": None}):
+        stepped_there = load(**offload_param(**states))
+        assert stepped_there.config == loaded.config
+        (note,) = stepped_there.notes
+        assert "is stepped there, since the parameters are there" in note
     path = "zero_optimization.offload_param.device"
     for file, other in (
         (offload_param(stage=2), "zero_optimization.stage, which is 2: parameters in host memory need 3"),
-        (offload_param(offload_optimizer={"device": "none"}), "offload_optimizer.device, which is none"),
         (offload_param(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio, which is 0.5"),
         (
             {**offload_param(), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},

@@ -307,13 +307,12 @@ def _states_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _param_fields(reading: Reading) -> dict[str, Any]:
-    """Read ``offload_param``, whose parameters have to be stepped on the host, and are cast by no autocast."""
-    path = "zero_optimization.offload_param.device"
+    """Read ``offload_param``, whose parameters are stepped on the host, where they are, and are cast by no autocast."""
+    path, states_on = "zero_optimization.offload_param.device", f"{_OFFLOAD}.device"
     if reading.values.get(path, "none") == "none":
         return {}
     needed = {
         "zero_optimization.stage": (3, 0),
-        f"{_OFFLOAD}.device": ("cpu", "none"),
         f"{_OFFLOAD}.ratio": (1, 1),
         "torch_autocast.enabled": (False, False),
     }
@@ -323,7 +322,14 @@ def _param_fields(reading: Reading) -> dict[str, Any]:
             what = f"must agree with {name}, which is {found}: parameters in host memory need {wanted}; change one"
             reading.problem(path, what, "cpu")
             return {"param_device": "none"}
-    return {"param_device": "none"} if any(map(reading.has_problem, needed)) else {}
+    if any(map(reading.has_problem, (*needed, states_on))):
+        return {"param_device": "none"}
+    if reading.values.get(states_on, "none") == "none":
+        reading.notes.append(
+            f"{path} is cpu, and {states_on} is none: the optimizer's state is on the host, too, and is stepped there, "
+            "since the parameters are there (the weights are the same bits); set it to cpu to say that this is meant"
+        )
+    return {"offload_device": "cpu"}
 
 
 def _named_fields(reading: Reading) -> dict[str, Any]:
