@@ -15,8 +15,8 @@ from torch import nn
 from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
 from longshore.checkpoint.one_line import RELEASED, compare_modes
-from longshore.checkpoint.other_formats import check_not_others
 from longshore.checkpoint.optimizer_state import OPTIMIZER, checked_about
+from longshore.checkpoint.other_formats import check_not_others
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
