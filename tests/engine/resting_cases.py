@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from support import whole
+from torch import Tensor
 
 import longshore
+import longshore.checkpointing
 from engine import cases
 from engine.scenarios import SCENARIOS, Oracle, drive, inputs
 
@@ -138,6 +141,76 @@ def written_after_forward(seed: int, kernel_us: int, copy_us: int, frozen: bool)
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     engine.zero_grad()
+    engine.destroy()
+
+
+class SameTwice(torch.nn.Module):
+    """Asks whether its inputs are one tensor, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return q + (self.inner(q) if q is k else self.inner(q * 2.0) + k).sin()
+
+
+class Habits(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(8, 8)
+        self.blocks = torch.nn.ModuleList(SameTwice() for _ in range(3))
+        self.how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.how == "ours":
+                x = longshore.checkpointing.checkpoint(block, x, x)
+            elif self.how == "torch's":
+                x = torch.utils.checkpoint.checkpoint(block, x, x, use_reentrant=False)  # pyright: ignore
+            else:
+                x = block(x, x)
+        return x
+
+
+def habits(how: str) -> None:
+    """What scripts do with a model whose parameters rest on the host, beside the same model in plain PyTorch."""
+    model = Habits()
+    twin = copy.deepcopy(model)
+    config = longshore.Config(
+        stage=3,
+        offload_device="cpu",
+        param_device="cpu",
+        optimizer={"type": "SGD", "lr": 0.5},
+        wrap_policy=["SameTwice"],
+    )
+    engine = longshore.initialize(model=model, config=config).engine
+    twin.to(engine.device)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5, foreach=False)
+    former = SameTwice.forward
+    allocated = []
+    for number in range(3):
+        x = torch.linspace(-1, 1, 24).view(3, 8).to(engine.device) + number
+        for each in (engine.module, twin):
+            each.how = how if how in ("ours", "torch's") else ""
+        if how == "dropped":
+            engine(x)
+            allocated.append(torch.get_device_module(engine.device).memory_allocated())
+        if how == "another forward" and number == 1:
+            SameTwice.forward = lambda block, q, k: block.inner(q) * k  # type: ignore[method-assign]
+        try:
+            engine.backward(engine(x).square().mean())
+            twin(x).square().mean().backward()
+        finally:
+            SameTwice.forward = former  # type: ignore[method-assign]
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, ours), theirs in zip(engine.module.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs.cpu()), f"{how}, {number}: {name}"
+    assert not allocated or allocated[2] <= max(allocated[:2]), allocated
     engine.destroy()
 
 

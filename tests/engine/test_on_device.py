@@ -116,6 +116,12 @@ def test_a_parameter_on_the_host_that_is_written_after_a_forward(
     two_devices(resting_cases.written_after_forward, 0, kernel_us, copy_us, frozen)
 
 
+@pytest.mark.parametrize("how", ["block(x, x)", "ours", "torch's", "dropped", "another forward"])
+def test_habits_with_parameters_on_the_host(how: str, two_devices: Ranks) -> None:
+    resting_cases.habits(how)
+    two_devices(resting_cases.habits, how)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_of_one_bucket_that_are_computed_on_two_streams(stage: int, late: int, two_devices: Ranks) -> None:

@@ -33,6 +33,7 @@ from longshore.sharding.fsdp_records import (
 from longshore.sharding.gathered_writes import GatheredWrites
 from longshore.sharding.handles import Handles
 from longshore.sharding.layout import ParameterLayout, RankGrid
+from longshore.sharding.same_inputs import keep_same_inputs
 from longshore.sharding.whole import Whole
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
@@ -117,6 +118,7 @@ class FullyShardedModel:
         self._lasting_hooks += [
             module.register_load_state_dict_pre_hook(self._before_loading) for module in model.modules()
         ]
+        self._lasting_hooks += [hook for module in self.modules for hook in keep_same_inputs(module)]  # pyright: ignore
         self.copies = CopiesOfShards()
         if any(member.offload_to_cpu for member in self.members.values()):
             self._lasting_hooks += [
