@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.hooks import RemovableHandle
 
-from longshore.accelerator import wait_for
+from longshore.accelerator import Mark, mark_on, wait_for
 from longshore.errors import ParameterError
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.sharding.fsdp_records import (
@@ -45,11 +45,11 @@ class CopiesOfShards:
     as a forward or backward returns, and torch tells nobody, so that these wait for the copies."""
 
     def __init__(self) -> None:
-        self._last: torch.Event | None = None
+        self._last: Mark | None = None
 
     def began(self, device: torch.device) -> None:
         """Note that the current stream of the device waits for the copies so far."""
-        self._last = torch.accelerator.current_stream(device).record_event()
+        self._last = mark_on(device)
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)  # pyright: ignore
 

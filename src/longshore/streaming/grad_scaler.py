@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp import grad_scaler
 
-from longshore.accelerator import is_accelerator, wait_for
+from longshore.accelerator import is_accelerator, mark_on, wait_for
 
 _Replicator = grad_scaler._MultiDeviceReplicator
 
@@ -28,7 +28,7 @@ def _waiting(get):  # pyright: ignore
     def waiting(self: _Replicator, device: torch.device) -> Tensor:
         copied = get(self, device)
         if copied.device.type == "cpu" and is_accelerator(self.master.device):
-            wait_for(torch.accelerator.current_stream(self.master.device).record_event())
+            wait_for(mark_on(self.master.device))
         return copied
 
     return waiting
