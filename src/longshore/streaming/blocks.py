@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from longshore.errors import LongshoreError, ParameterError
 from longshore.kernels import checksums_on
+from longshore.streaming.checks import replaced
 from longshore.streaming.parameters import SavedValues, StreamedParameter
 from longshore.streaming.recomputed import keep_input
 
@@ -162,10 +163,7 @@ class Block:
         self._check_backward_hooks()
         for module, name, parameter in self.places:
             if module._parameters.get(name) is not parameter.rest:
-                raise ParameterError(
-                    f"parameter {parameter.name} was replaced after longshore.stream(...), which streams the former "
-                    "one; copy values into it (p.data.copy_(...)), or replace it before"
-                )
+                raise replaced(parameter.name, module._parameters.get(name), self.module)
             parameter.check()
         if self.has_pre_hooks:  # they may have written to a parameter unseen (p.data.clamp_()) after it was fetched
             self._resident.forget(self)

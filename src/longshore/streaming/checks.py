@@ -1,16 +1,19 @@
-"""What is checked before a model is streamed, so that it is refused before anything is moved."""
+"""What is checked of a model before anything of it is moved, and while it is called."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from longshore.byte_sizes import format_byte_size
-from longshore.errors import ParameterError
+from longshore.errors import LongshoreError, ParameterError
 from longshore.machine import available_bytes
 
 Checkpoint = Literal[False, True, "cpu"]
@@ -122,3 +125,84 @@ def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         if by_name or hasattr(value, "get_seq_length"):
             return name
     return None
+
+
+# -- while the model is called ------------------------------------------------------
+
+
+def replaced(name: str, found: Tensor | None, block: nn.Module) -> ParameterError:
+    """Return the error for a parameter of a block in whose place its module has something else."""
+    kinds = {type(found), *(kind for module in block.modules() for kind in type(module).__mro__)}
+    instead = ""
+    if {kind.__name__ for kind in kinds} & {"DTensor", "FSDPModule"}:
+        instead = (
+            "; fully_shard and longshore.stream exclude each other: several ranks stream with longshore.initialize, "
+            "stage 3 and offload_param"
+        )
+    elif found is not None and found.device.type != "cpu":
+        instead = "; leave the model where it is (no model.to(...)): it computes on the device by itself"
+    return ParameterError(
+        f"parameter {name} was replaced after longshore.stream(...), which streams the former one; copy values into it "
+        f"(p.data.copy_(...)), or replace it before{instead}"
+    )
+
+
+def check_selected(parameters: Mapping[int, str]) -> None:
+    """Raise LongshoreError if a policy of selective checkpointing keeps the memory of one of these parameters, given by
+    address: backward would get that, and the block's parameters have other memory by then."""
+    for mode in _get_current_dispatch_mode_stack():
+        for kept in tree_leaves(vars(mode)["storage"]) if type(mode).__name__ == "_CachingTorchDispatchMode" else ():
+            value = getattr(kept, "val", None)
+            if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
+                name = parameters.get(value.untyped_storage().data_ptr())
+                if name is not None:
+                    raise LongshoreError(
+                        f"selective checkpointing keeps a view of parameter {name}, whose memory on the device others "
+                        "get before backward: let the policy save what is computed (mm, attention), and return "
+                        "PREFER_RECOMPUTE for views (t, view, transpose, detach)"
+                    )
+
+
+_TWO_DEVICES = re.compile("same device|type and weight type|weight type .* should be the same")
+
+
+def explain_devices(
+    error: RuntimeError,
+    name: str,
+    model: nn.Module,
+    device: torch.device,
+    is_streamed: Callable[[Tensor], bool],
+    given: Any,
+) -> LongshoreError | None:
+    """Return what says why a module of a streamed model found tensors of two devices; None: it is another error.
+
+    Args:
+        error: what torch raised.
+        name: of the module in the model.
+        model: that is streamed.
+        device: where it computes.
+        is_streamed: whether a parameter is streamed.
+        given: the arguments of the call.
+    """
+    if isinstance(error, LongshoreError) or not _TWO_DEVICES.search(str(error)):
+        return None
+    name = name or "the model"
+    for each in tree_leaves(given):
+        if isinstance(each, Tensor) and each.device != device and each.dim():
+            return LongshoreError(
+                f"{name} was called with a tensor on {each.device}, and a streamed model computes on {device}: move "
+                f"its inputs there (batch.to({str(device)!r}))"
+            )
+    for kind, found in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for late, each in found:
+            if each.device != device and not is_streamed(each):
+                return LongshoreError(
+                    f"{kind} {late} came after longshore.stream(...) and is on {each.device}, from where nothing "
+                    f"copies it to {device}: call close() of the stream before modules or adapters (LoRA) are added or "
+                    f"replaced, and longshore.stream(...) again afterwards; or move it to {device}, where it stays"
+                )
+    return LongshoreError(
+        f"{name} uses a tensor that is not on {device}: a parameter is there only while forward of its own block runs, "
+        "so a module that uses a parameter of another one has to be in one block with it; choose a module around both "
+        "in blocks="
+    )

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from longshore.accelerator import is_accelerator
-from longshore.activations import compute_again
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.streaming.blocks import Block, Place, Resident, not_compiled
-from longshore.streaming.checks import Checkpoint, cache_among, check_checkpoint, check_fits, check_parameters, nbytes
+from longshore.streaming.checks import (
+    Checkpoint,
+    check_checkpoint,
+    check_fits,
+    check_parameters,
+    check_selected,
+    explain_devices,
+    nbytes,
+)
 from longshore.streaming.grad_scaler import wait_for_scales
+from longshore.streaming.methods import NOT_ONE_GRAPH, StreamedMethod
 from longshore.streaming.parameters import Lanes, StreamedParameter
-from longshore.streaming.recomputed import Unwritten
 from longshore.tiles import Recorder
 from longshore.torch_versions import require
 from longshore.transfer import allocate_pinned, part_of
 from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
-
-_NOT_ONE_GRAPH = (
-    "parameters of a streamed model are fetched between its blocks, outside of what is compiled: leave out "
-    "fullgraph=True, or compile the blocks"
-)
-
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
@@ -92,14 +93,14 @@ class Stream:
         inside = {id(inner) for unit in units for inner in unit.modules() if inner is not unit}
         outer = {id(unit) for unit in units} - inside
         blocks = dict(zip((id(unit) for unit in (*units, model)), self._blocks, strict=True))
-        self._methods: list[_StreamedMethod] = []
+        self._methods: list[StreamedMethod] = []
         for module in self._modules:
             block = blocks[id(owners.get(id(module), model))]
             watched = [self._streamed[id(each)] for each in module.parameters()]
             # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
             for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
                 again = checkpoint is not False and method == "forward" and id(module) in outer
-                made = _StreamedMethod(self, module, block, names[id(module)], method, watched if again else None)
+                made = StreamedMethod(self, module, block, names[id(module)], method, watched if again else None)
                 self._methods.append(made)
         _streams.add(self)
 
@@ -184,7 +185,7 @@ class Stream:
             method.follow().unwrap()
         self._move_buffers(torch.device("cpu"))
 
-    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
+    @torch.compiler.disable(recursive=False, reason=NOT_ONE_GRAPH)
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of a module of the model with its block in use. What it computes may be compiled."""
         kept_out, failed = self._begin_call(block), True
@@ -203,6 +204,11 @@ class Stream:
                 "autocast keeps its casts of parameters, which a streamed model's are not there for; use bfloat16 "
                 "parameters (model.bfloat16()) with float32 masters in longshore.AdamW, and no autocast"
             )
+        if torch._C._get_tracing_state() is not None:
+            raise LongshoreError(
+                "torch.jit.trace and torch.onnx.export would record the copies of parameters that a call has: call "
+                "close() of the stream first"
+            )
         transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if transformed or forward_ad._current_level >= 0:
             raise LongshoreError(
@@ -213,111 +219,24 @@ class Stream:
             self._methods = [method.follow() for method in self._methods]
             self._resident.begin()
             self._lanes.forget_gradients()
-        kept_out = block.begin_use()
+        with _disable_current_modes():  # selective checkpointing would keep, and count, what fetches
+            kept_out = block.begin_use()
         self._calls += 1
         return kept_out
 
     @not_compiled
     def _end_call(self, block: Block, failed: bool) -> None:
         self._calls -= 1
-        block.end_use(failed)
-
-
-class _StreamedMethod:
-    """A method of a module that is streamed, which runs with the module's block in use.
-
-    It takes the method's place as an attribute of the module, and looks it up at each call, since it may change.
-
-    Args:
-        name: of the module in the model.
-        method: the method's name.
-        watched: the parameters of the module, if it is computed again in backward, instead of keeping what it computes.
-    """
-
-    def __init__(
-        self,
-        stream: Stream,
-        module: nn.Module,
-        block: Block,
-        name: str,
-        method: str,
-        watched: Sequence[StreamedParameter] | None = None,
-    ) -> None:
-        self._stream = stream
-        self._module = module
-        self._block = block
-        self._name = name
-        self._method = method
-        self._watched = watched
-        self._own: Any = module.__dict__.get(method)
-        """What the module itself had for its class's method, if anything."""
-        functools.update_wrapper(self, self._former())
-        module.__dict__[method] = self
-        # copy, deepcopy and pickle of the module all ask for it.
-        module.__dict__["__getstate__"] = self._refuse
+        try:
+            if torch._C._len_torch_dispatch_stack() and not failed:
+                check_selected({each.twin.untyped_storage().data_ptr(): each.name for each in block.parameters})
+        finally:
+            block.end_use(failed)
 
     @not_compiled
-    def _former(self) -> Callable[..., Any]:
-        """Return the method as it is without streaming, now."""
-        if self._own is not None:
-            return self._own
-        kind: Any = type(self._module)
-        for each in kind.__mro__:
-            if (found := vars(each).get(self._method)) is not None:
-                return found.__get__(self._module, kind) if hasattr(found, "__get__") else found
-        return kind.__getattr__(self._module, self._method)  # of a module that has what another one has
-
-    def follow(self) -> _StreamedMethod:
-        """Stream what somebody has put in the place of this method since, which may call it; return what streams."""
-        found = self._module.__dict__.get(self._method)
-        if isinstance(found, _StreamedMethod):
-            return found
-        return _StreamedMethod(self._stream, self._module, self._block, self._name, self._method, self._watched)
-
-    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stream.closed:
-            return self._former()(*args, **kwargs)
-        # A method that calls the one that it took the place of is computed again as a whole.
-        if self._watched is None or self._block.users or not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
-        return self._compute_again(self._watched, args, kwargs)
-
-    @not_compiled
-    def _compute_again(self, watched: Sequence[StreamedParameter], args: Any, kwargs: Any) -> Any:
-        if (cache := cache_among(args, kwargs)) is not None:
-            raise LongshoreError(
-                f"{self._name} is computed again in backward (checkpoint={self._stream.checkpoint!r}), and would write "
-                f"to {cache} again: call the model with use_cache=False while it trains"
-            )
-        unwritten = Unwritten(self._name, self._module, watched)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            unwritten.check()
-            return self._run(*args, **kwargs)
-
-        result = compute_again(run, args, kwargs, inputs_on_host=self._stream.checkpoint == "cpu")
-        unwritten.check_after_forward()
-        return result
-
-    @torch.compiler.disable(recursive=False, reason=_NOT_ONE_GRAPH)
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stream.call(self._block, self._former(), args, kwargs)
-
-    def unwrap(self) -> None:
-        """Let the module have its method again."""
-        del self._module.__dict__[self._method]
-        if self._own is not None:
-            self._module.__dict__[self._method] = self._own
-        self._module.__dict__.pop("__getstate__", None)
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(
-            f"{self._name or 'the model'} is streamed, and a copy would stream the parameters of this one: copy it "
-            "before longshore.stream(...), or save its state_dict()"
-        )
-
-    __deepcopy__ = __reduce__ = _refuse
+    def explain_error(self, error: RuntimeError, name: str, given: Any) -> LongshoreError | None:
+        """Return a clearer error for what a module of this name raised; None: there is none."""
+        return explain_devices(error, name, self._model, self.device, self.streams, given)
 
 
 def stream(
@@ -364,7 +283,8 @@ def stream(
     if not is_accelerator(device):
         raise ValueError(
             f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine: leave it out "
-            "where the model trains on the CPU, whose memory it rests in anyway"
+            "where the model trains on the CPU, in whose memory it rests anyway; longshore plan --stream --gpu "
+            "NAME says what it would do there, and make demo in the repository streams to a simulated device"
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
