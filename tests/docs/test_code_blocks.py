@@ -26,7 +26,7 @@ NOT_RUN = {
     (
         "docs/streaming.md",
         "longshore train --model",
-    ): "needs an accelerator; tests/cli/test_streaming.py runs it on the simulated one",
+    ): "needs an accelerator; tests/streaming/test_page.py runs it on the simulated one",
     (
         "docs/adding_an_optimizer.md",
         '"""SGD by the sign',
@@ -35,7 +35,10 @@ NOT_RUN = {
         "docs/pytorch_distributed.md",
         "from dataclasses import",
     ): "needs torchtitan, which is no dependency",
-    ("docs/streaming.md", "import longshore"): "needs an accelerator; tests/streaming runs it on the simulated one",
+    (
+        "docs/streaming.md",
+        "import longshore",
+    ): "needs an accelerator; tests/streaming/test_page.py runs it on the simulated one",
 }
 """By page and how the block begins. A line more has to be argued for: what can run in a small form does."""
 

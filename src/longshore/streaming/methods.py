@@ -141,7 +141,6 @@ class StreamedMethod:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"{self.__dict__.get('_method')} of {self.__dict__.get('_name') or 'the model'} is streamed, and has no "
-            f"{name} as a function has: call close() of the stream before the model is exported or scripted "
-            "(torch.export, torch.jit.script)"
+            f"{self._method} of {self._name or 'the model'} is streamed, and has no {name} as a function has: call "
+            "close() of the stream before the model is exported or scripted (torch.export, torch.jit.script)"
         )
