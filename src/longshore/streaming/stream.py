@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -219,7 +220,9 @@ class Stream:
             self._methods = [method.follow() for method in self._methods]
             self._resident.begin()
             self._lanes.forget_gradients()
-        with _disable_current_modes():  # selective checkpointing would keep, and count, what fetches
+        # Selective checkpointing would keep, and count, what fetches.
+        unseen = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+        with unseen:
             kept_out = block.begin_use()
         self._calls += 1
         return kept_out
