@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,41 @@ def _alone(engine: Any, what: str, rank: int) -> None:
     }
     if rank == 1:
         calls[what]()
+
+
+def raw_backward_on_one_rank(stage: int, trained: bool, in_no_sync: bool) -> list[str]:
+    """The first of two backwards a step is a plain one, from which only rank 1 gets gradients: what ``step()`` says of
+    it, and once more. Then both discard the window, and train."""
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    before = check_trains_on(engine, stage, rank, range(1)) if trained else None
+    engine.set_gradient_accumulation_steps(2)
+    with engine.no_sync() if in_no_sync else contextlib.nullcontext():
+        loss = engine(inputs(0, 0, rank, torch.float32), HEADS)
+        (loss if rank == 1 else torch.ones((), requires_grad=True) * 2.0).backward()
+    said = [raised_by(engine.step), raised_by(engine.step)]
+    engine.zero_grad()
+    engine.set_gradient_accumulation_steps(1)
+    check_trains_on(engine, stage, rank, range(1, 3), before)
+    engine.optimizer.close()
+    return said
+
+
+def steps_without_a_backward(stage: int) -> None:
+    """All ranks skip a batch that is not worth a backward, and call ``step()`` all the same."""
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    before = [whole(parameter).clone() for parameter in engine.module.parameters()]
+    backward(engine, 0, rank)
+    engine.step()
+    for _ in range(2):
+        engine.step()
+    assert not engine.was_step_applied()
+    assert all(torch.equal(whole(one), two) for one, two in zip(engine.module.parameters(), before, strict=True))
+    backward(engine, 1, rank)
+    engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 1
+    engine.optimizer.close()
 
 
 class Optional(nn.Module):

@@ -38,6 +38,28 @@ def test_a_step_that_one_rank_refuses(stage: int, two_ranks: Ranks) -> None:
     assert second.startswith("LongshoreError: gradients came from loss.backward(), which the engine does not count")
 
 
+@pytest.mark.quick(0)
+@pytest.mark.covering(1)
+@STAGES
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_a_plain_backward_that_brings_gradients_on_one_rank(
+    stage: int, trained: bool, in_no_sync: bool, two_ranks: Ranks
+) -> None:
+    """Whoever steps without an ``engine.backward()`` asks the others; it does not return as if nothing had been."""
+    first, second = two_ranks(cases.raw_backward_on_one_rank, stage, trained, in_no_sync)
+    for said in first:
+        assert said.startswith("LongshoreError: rank 1 has gradients of a loss.backward(), which the engine does not")
+    for said in second:
+        assert said.startswith("LongshoreError: gradients came from loss.backward(), which the engine does not count")
+
+
+@pytest.mark.quick(0)
+@STAGES
+def test_steps_without_a_backward(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.steps_without_a_backward, stage)
+
+
 @pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("raw", [False, True])

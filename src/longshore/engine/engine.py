@@ -174,15 +174,18 @@ class Engine(EngineAttributes):
         self._check_alive()
         self._applied = False
         window = self._window
+        sharded = sharded_store(self.optimizer)
         try:
             check_kept(self._given, self.optimizer)
-            due = window.due(window.has_raw(self.optimizer._core.gradients_arrived), self.loss_scaling.value)
+            raw = window.has_raw(self.optimizer._core.gradients_arrived)
+            others = sharded.ownership.ranks_with_raw(raw) if sharded is not None and window.alone else ()
+            due = window.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
-            if (sharded := sharded_store(self.optimizer)) is not None:
+            if sharded is not None:
                 sharded.window.refused = True
             raise
         if not due:
-            window.calls += 1
+            window.not_due()
             return
         watch = None if self._reports is None else self._reports.stopwatch()
         self._stepping = True
@@ -190,7 +193,7 @@ class Engine(EngineAttributes):
             try:
                 with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
                     if window.boundary is None and window.backwards == 0 and not gradients:
-                        window.calls += 1  # no rank had a backward, not even a loss.backward()
+                        window.not_due()  # no rank had a backward, not even a loss.backward()
                         return
                     counted.enter_context(deferred_interrupts())  # all ranks take this step, and count it
                     self._applied = self._apply_window()

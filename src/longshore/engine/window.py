@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -111,12 +112,24 @@ class Window:
         """Whether gradients arrived outside of ``engine.backward()``."""
         self._arrived = 0
         """Gradients that had arrived when the last ``engine.backward()`` ended."""
+        self._seen = 0
+        """:attr:`backwards` at the last call of ``engine.step()``."""
+
+    @property
+    def _counts(self) -> bool:
+        """Whether it depends on the number of backwards when a step is due."""
+        return self.managed and self.boundary is None and self.sizes.accumulation_steps > 1
 
     @property
     def open(self) -> bool:
         """Whether anything was called since the last window ended that says when its step is due."""
-        counts = self.managed and self.boundary is None and self.sizes.accumulation_steps > 1
-        return self.failed is not None or self.backwards > 0 or (counts and self.calls > 0)
+        return self.failed is not None or self.backwards > 0 or (self._counts and self.calls > 0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether an ``engine.step()`` that is called now has no ``engine.backward()`` before it, and needs one to be
+        due: then another rank may have gradients of a ``loss.backward()`` that brought this one none."""
+        return self._counts and self.failed is None and self.backwards == self._seen
 
     # -- backwards ------------------------------------------------------------
 
@@ -167,8 +180,14 @@ class Window:
 
     # -- the step -------------------------------------------------------------
 
-    def due(self, raw: bool, loss_scale: float) -> bool:
-        """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``.
+    def not_due(self) -> None:
+        """Count a call of ``engine.step()`` that was not due."""
+        self.calls += 1
+        self._seen = self.backwards
+
+    def due(self, raw: bool, loss_scale: float, others: Sequence[int] = ()) -> bool:
+        """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``, and
+        ``others`` are the ranks on which they did, as far as is known.
 
         Raises:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
@@ -176,7 +195,7 @@ class Window:
         """
         if self.failed is not None:
             raise self.failed
-        due = self._counted(raw)
+        due = self._counted(raw, others)
         if due and raw and not self.scaled and loss_scale != 1.0:
             raise GradientError(
                 f"gradients came from loss.backward() without the loss scale ({loss_scale:g}); "
@@ -198,16 +217,22 @@ class Window:
                 stacklevel=4,
             )
 
-    def _counted(self, raw: bool) -> bool:
+    def _counted(self, raw: bool, others: Sequence[int]) -> bool:
         if self.boundary is not None:
             return self.boundary
-        if self.sizes.accumulation_steps == 1 or not self.managed:
+        if not self._counts:
             return True
         if raw:
             raise LongshoreError(
                 "gradients came from loss.backward(), which the engine does not count, and "
                 f"gradient_accumulation_steps is {self.sizes.accumulation_steps}: call engine.backward(loss), or "
                 "declare with engine.set_gradient_accumulation_boundary(True or False) which step() is to be applied"
+            )
+        if others:
+            raise LongshoreError(
+                f"rank {', '.join(map(str, others))} has gradients of a loss.backward(), which the engine does not "
+                "count, and refused this step (see its own error), so no rank counts it; zero_grad() on every rank "
+                "discards the window"
             )
         return self.backwards >= self.sizes.accumulation_steps
 

@@ -55,6 +55,7 @@ class Action(IntEnum):
     MEASURE = 10, "measuring the norm"
     TELL = 11, "telling the others what it has"
     """Goes on with what the ranks met for."""
+    ALONE = 12, "in step() without an engine.backward() before it"
 
 
 class WindowStatus:

@@ -119,6 +119,14 @@ class Ownership:
         counts = self.collectives.world_size, len(self.buckets), self._next_range
         return plan_buckets(parameters, bucket_numel, *counts, units=units)
 
+    def ranks_with_raw(self, raw: bool) -> list[int]:
+        """Return the ranks that come with ``raw`` True to a ``step()`` that no ``engine.backward()`` came before."""
+        self.outside_of_the_model(Action.ALONE)
+        window, said = self.window.number, [int(raw)]
+        rows = self.collectives.run(lambda: self.collectives.tell(Action.ALONE, 0, window, said))
+        assert rows is not None
+        return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
+
     def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
         """Return the ranges of the bucket that this rank steps."""
         return bucket.ranges[self.averaging_collectives.rank]
