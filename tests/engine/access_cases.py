@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import whole
+from torch import nn
 
 import longshore
 from engine.scenarios import Backward, Oracle, Scenario, Window, drive, inputs, make_model
@@ -217,3 +218,32 @@ def frozen_members(stage: int, dtype: torch.dtype) -> None:
         assert torch.equal(whole(engine.module[0].weight).float(), value)
     finally:
         engine.destroy()
+
+
+def read_without_an_engine(how: str, dtype: torch.dtype, sharded: bool) -> None:
+    """Gradients in ``.grad``, and those that an optimizer ``"released"`` to the host, of several backwards."""
+    torch.manual_seed(0)
+    model, twin = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(dtype) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    released = how == "released"
+    made = None if how == "plain" else longshore.AdamW(model.parameters(), release_gradients=released)
+    assert utils.safe_get_full_grad(model[0].weight) is None
+    for number in range(2):
+        for each in (model, twin):
+            each(torch.full((2, 6), number + 1.0, dtype=dtype)).float().square().sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            found, expected = utils.safe_get_full_grad(ours), theirs.grad
+            assert found is not None and expected is not None
+            assert found.dtype == torch.float32 and found.device.type == "cpu" and found.shape == theirs.shape
+            # On the host several backwards are added in float32.
+            exact = not released or dtype == torch.float32 or number == 0
+            assert torch.equal(found, expected.float()) if exact else torch.allclose(found, expected.float(), rtol=1e-2)
+    if made is not None:
+        made.step()
+        made.zero_grad()
+    model.zero_grad()
+    assert utils.safe_get_full_grad(model[0].weight) is None

@@ -50,6 +50,19 @@ def test_one_rank_reads_and_writes(dtype: torch.dtype, staged: bool) -> None:
     access_cases.read_and_write(2, dtype, 1, staged)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "kept", "released"])
+def test_a_gradient_is_read_without_an_engine(how: str, dtype: torch.dtype) -> None:
+    access_cases.read_without_an_engine(how, dtype, sharded=False)
+
+
+@pytest.mark.quick(0)
+@pytest.mark.needs_torch("stage 3")
+@pytest.mark.parametrize("how", ["plain", "kept", "released"])
+def test_a_gradient_of_shards_is_read_without_an_engine(how: str, two_ranks: Ranks) -> None:
+    two_ranks(access_cases.read_without_an_engine, how, torch.bfloat16, sharded=True)
+
+
 def test_what_no_engine_steps() -> None:
     stranger = torch.nn.Parameter(torch.ones(3))
     assert utils.safe_get_full_fp32_param(stranger) is None

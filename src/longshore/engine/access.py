@@ -7,6 +7,7 @@ whole tensor.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from longshore.errors import ParameterError
 from longshore.kernels.reference import adopted
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat, present
+from longshore.optim.released import is_released
+from longshore.optim.released_gradients import released_gradient
+from longshore.optim.shards import flat, held_part, is_sharded, like, present
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.tiles import GRADIENT, MASTER
@@ -99,11 +102,13 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return the gradient of this window so far, reduced over the ranks, float32 on the CPU, or None if there is none.
 
-    ``step()`` would use these values, after unscaling and clipping.
+    ``step()`` would use these values, after unscaling and clipping. Of a parameter that no engine steps it is
+    ``.grad``, or what an optimizer with ``release_gradients=True`` took to the host, of this rank (of a ``DTensor`` of
+    all).
     """
     found = _find(param)
     if found is None:
-        return None
+        return _without_engine(param)
     optimizer, record = found
     gradients = optimizer._core.window_gradients(reading=True)
     if record.index not in gradients:
@@ -124,6 +129,20 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if optimizer._core.window_gradients(reading=True).get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
     optimizer._core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
+
+
+def _without_engine(param: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter that no engine steps, as :func:`safe_get_full_grad`."""
+    gradient: Any = param.grad
+    if is_released(gradient):
+        held = released_gradient(param)
+        if held is None:
+            return None
+        gradient = held.view(held_part(param).shape)
+        gradient = like(param, gradient.to(param.device)) if is_sharded(param) else gradient
+    if gradient is None:
+        return None
+    return _copy(gradient.full_tensor() if is_sharded(gradient) else gradient.to_dense())
 
 
 def _copy(tensor: Tensor) -> Tensor:

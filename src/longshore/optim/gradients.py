@@ -88,6 +88,10 @@ class GradientSource(ABC):
         """Add parameters that were frozen, or not gathered, until now."""
         return
 
+    def gave_up(self, index: int) -> bool:
+        """Return whether a newer source has this parameter, so that its ``.grad`` is not this one's any more."""
+        return False
+
     def fingerprint(self) -> Fingerprint:
         """Return the gradients of this window as they are now.
 
@@ -113,7 +117,8 @@ class GradientSource(ABC):
     def zero_grad(self) -> None:
         """Discard the window, with ``.grad`` set to None."""
         for index in self.members() & self.records.keys():
-            put_gradient(self.records[index], None)
+            if not self.gave_up(index):
+                put_gradient(self.records[index], None)
 
     def remove_hooks(self) -> None:
         """Remove hooks from the parameters."""

@@ -9,6 +9,7 @@ that the gradient was discarded (``model.zero_grad()``), and any other tensor th
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence, Set
@@ -34,7 +35,10 @@ from longshore.optim.released import (
     remove_all,
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
-from longshore.tiles import ParameterStore, TileStore
+from longshore.tiles import GRADIENT, ParameterStore, TileStore
+
+_SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
+_NUMBERS = itertools.count()
 
 
 class ReleasedGradients(GradientSource):
@@ -42,13 +46,20 @@ class ReleasedGradients(GradientSource):
 
     The host's gradient of a parameter counts only while ``.grad`` is the placeholder of this window. While autograd
     accumulates, the placeholder is lifted: taken out of ``.grad``.
+
+    A source gives a parameter up to a newer source, as long as that one has hooks: a script that runs its set-up again,
+    as in a notebook, may still have the former optimizer, or it waits for the garbage collector.
     """
 
     def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
+        self._number = next(_NUMBERS)
         self._unchecked = isinstance(store, TileStore)  # an engine's model was checked
         self._wrapped: ValueError | None = None
         self._hooks: dict[int, ReleaseHooks] = {}
+        self._given_up: dict[int, weakref.ref[ReleasedGradients]] = {}
+        """The newest of the other sources that have a parameter, if it is newer than this one."""
+        _SOURCES.add(self)
         # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
         self._lifted: set[int] = set()
@@ -76,6 +87,21 @@ class ReleasedGradients(GradientSource):
             )
             self._hooks[record.index] = ReleaseHooks(leaf, before, after)
         self.records.update((record.index, record) for record in records)
+        if trainable:
+            for other in [each for each in _SOURCES if each is not self and each._finalizer.alive]:
+                older, newer = sorted((self, other), key=lambda source: source._number)
+                older._give_up_to(newer)
+
+    def _give_up_to(self, newer: ReleasedGradients) -> None:
+        theirs = {id(record.parameter) for record in newer.records.values()}
+        for index, record in self.records.items():
+            present = self._given_up.get(index, lambda: None)()
+            if id(record.parameter) in theirs and (present is None or present._number < newer._number):
+                self._given_up[index] = weakref.ref(newer)
+
+    def gave_up(self, index: int) -> bool:
+        newer = self._given_up.get(index, lambda: None)()
+        return newer is not None and newer._finalizer.alive
 
     def drop(self, records: Sequence[ParameterRecord]) -> None:
         super().drop(records)
@@ -154,7 +180,7 @@ class ReleasedGradients(GradientSource):
         if is_released(gradient):
             raise GradientError(
                 f"another optimizer with release_gradients=True took the gradient of parameter {record.name}; "
-                "give each parameter to one such optimizer only"
+                "call destroy() of the engine, or close() of the optimizer, that is not to have it"
             )
         record.check()
         if record.keeps_shard and gradient is not placeholder:
@@ -213,6 +239,12 @@ class ReleasedGradients(GradientSource):
                         "take parameters out between windows, right after step() or zero_grad()"
                     )
                 continue
+            if self.gave_up(index):
+                raise GradientError(
+                    f"the gradients of parameter {record.name} go to another engine, or optimizer with "
+                    "release_gradients=True, that was made after this one: go on with that one, or call its destroy() "
+                    "(of an optimizer close())"
+                )
             on_host, gradient = self._resolve(record)
             if index in self._lifted:
                 raise GradientError(
@@ -268,7 +300,8 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
         if isinstance(alive.replaced_by, ReleasedGradients):
             parameter, alive = alive.records[index].parameter, alive.replaced_by
             index = next(each.index for each in alive.records.values() if each.parameter is parameter)
-        hook(alive, index)
+        if not alive.gave_up(index):
+            hook(alive, index)
     except BaseException as failure:
         own = isinstance(failure, LongshoreError)
         reason = failure if own else f"parameter {alive.records[index].name}: {type(failure).__name__}: {failure}"
@@ -280,3 +313,17 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
         alive.store.fail(error)
         if not isinstance(failure, Exception):
             raise  # Ctrl-C ends the backward, and the window is incomplete
+
+
+def released_gradient(parameter: Tensor) -> Tensor | None:
+    """Return this process's part of a gradient that an optimizer took to the host in this window: flat, float32 on the
+    CPU; None if none did."""
+    for source in [*_SOURCES]:
+        for index, record in source.records.items():
+            if record.parameter is not parameter or source.gave_up(index):
+                continue
+            gradients = source.store.agree(source.collect(), reading=True)
+            if index in gradients:
+                found = gradients[index]
+                return source.store.read_state(index, GRADIENT) if found is None else found.float().cpu()
+    return None

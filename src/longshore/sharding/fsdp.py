@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.hooks import RemovableHandle
 
 from longshore.accelerator import Mark, mark_on, wait_for
-from longshore.errors import ParameterError
+from longshore.errors import LongshoreError, ParameterError
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.sharding.fsdp_records import (
     align_trainable,
@@ -102,6 +102,8 @@ class FullyShardedModel:
         self._data_mesh, self.grid = self._check_meshes()
         self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
         self._check_dtypes(groups)
+        for other in [each for each in _MODELS if not self.members.keys().isdisjoint(each.members)]:
+            other.close()  # its engine was not destroyed; it gives the parameters up to this one
         align_trainable(self.members.values())
         self._writes = GatheredWrites()
         self.handles = Handles({name: key for key, name in self.names.items()}, self.members, self.whole)
@@ -174,7 +176,9 @@ class FullyShardedModel:
         return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
     def close(self) -> None:
-        """Restore the model to how ``fully_shard`` made it."""
+        """Restore the model to how ``fully_shard`` made it; nothing if another engine has it by now."""
+        if self not in _MODELS:
+            return
         for hook in (*self._lasting_hooks, *self._hooks.values()):
             hook.remove()
         for module in self.model.modules():
@@ -182,6 +186,14 @@ class FullyShardedModel:
                 vars(module).pop(name, None)
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
+
+    def check_kept(self) -> None:
+        """Raise LongshoreError if another engine has the model by now: its forwards and writes are not seen here."""
+        if self not in _MODELS:
+            raise LongshoreError(
+                "initialize() was called again for this model, which one engine has at stage 3: go on with that one, "
+                "and call destroy() of this one (before initialize() if they are to take turns)"
+            )
 
     @_disable_dynamo
     def _before_forward(self, *_: object) -> None:

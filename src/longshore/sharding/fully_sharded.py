@@ -119,6 +119,7 @@ class FullySharded(Ownership):
             )
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
+        self._model.check_kept()
         if failed:
             self._gathers.give_up()  # others may still be in the model, where they would wait for this rank
         try:

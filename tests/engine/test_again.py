@@ -1,0 +1,85 @@
+"""Set-up that runs again, as a notebook's cell does: the former engine gives its parameters up, and says so if used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+import longshore
+from engine import again_cases as cases
+
+STAGE_3 = pytest.param(3, marks=pytest.mark.needs_torch("stage 3"))
+SAYS = "the gradients of parameter 0.weight go to another engine, or optimizer with release_gradients=True, that was"
+SAYS_AT_3 = "LongshoreError: initialize() was called again for this model, which one engine has at stage 3: go on with"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_cell_that_runs_again(stage: int) -> None:
+    cases.cell_run_again(stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2, STAGE_3])
+def test_a_cell_that_runs_again_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.cell_run_again, stage)
+
+
+def test_a_former_engine_that_is_kept() -> None:
+    (said,) = cases.kept(2)
+    assert said.startswith(f"GradientError: {SAYS}") and "call its destroy()" in said
+
+
+@pytest.mark.parametrize("stage", [0, 2, STAGE_3])
+def test_a_former_engine_that_is_kept_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    for (said,) in two_ranks(cases.kept, stage):
+        assert said.startswith(SAYS_AT_3 if stage == 3 else f"GradientError: {SAYS}")
+        assert "destroy()" in said
+
+
+def test_engines_that_take_turns() -> None:
+    cases.taking_turns(2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_engines_that_take_turns_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.taking_turns, stage)
+
+
+def test_a_former_optimizer_that_is_kept() -> None:
+    model, plain = cases.make(), cases.Plain()
+    optimizers = []
+    for turn in range(3):
+        optimizers.append(longshore.AdamW(model.parameters(), release_gradients=True, **cases.OPTIONS))
+        plain.new()
+        for step in range(2):
+            model(cases.batch(2 * turn + step, 0)).square().mean().backward()
+            optimizers[-1].step()
+            plain.step(2 * turn + step)
+    plain.check(model)
+    model(cases.batch(9, 0)).square().mean().backward()
+    with pytest.raises(
+        longshore.GradientError, match=r"that was made after this one: .* \(of an optimizer close\(\)\)"
+    ):
+        optimizers[0].step()
+    optimizers[0].zero_grad()  # which leaves the new one's gradient alone
+    optimizers[1].close()
+    optimizers[2].step()
+    plain.step(9)
+    plain.check(model)
+    optimizers[2].close()
+    before = model[0].bias.detach().clone()
+    model(cases.batch(10, 0)).square().mean().backward()
+    optimizers[0].step()  # it has them again
+    assert not torch.equal(model[0].bias, before)
+
+
+def test_what_a_former_optimizer_has_alone_stays_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    former = longshore.SGD(model.parameters(), lr=1.0, release_gradients=True)
+    newer = longshore.SGD(model[0].parameters(), lr=1.0, release_gradients=True)
+    del newer
+    model(torch.ones(1, 2)).sum().backward()
+    before = model[0].bias.detach().clone()
+    former.step()
+    assert not torch.equal(model[0].bias, before)
