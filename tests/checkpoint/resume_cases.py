@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -258,6 +260,47 @@ def replaced_while_it_is_read(setting: Setting, folder: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BoxReader, "_read", reading)
             with pytest.raises(CheckpointError, match="was replaced or removed by another process while it was read"):
+                engine.load_checkpoint(folder, "global_step4")
+        with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
+            engine.save_checkpoint(folder, "half")
+        engine.load_checkpoint(folder, "kept")
+        return state_of(engine)
+
+
+def written_while_it_is_read(setting: Setting, folder: str, at: int, what: str) -> dict[str, Any]:
+    """On rank 0, before box number ``at`` is read, the files of another checkpoint are copied over those that were
+    verified: ``"in place"``, or with their ``"times"``. Or only links to them are made, which changes nothing.
+
+    Returns the state after the first one was loaded again.
+    """
+    here, kept = Path(folder, "global_step4"), Path(folder, "kept")
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 5)
+        engine.save_checkpoint(folder, "other")
+        if _rank()[0] == 0:
+            shutil.copytree(here, kept)
+        read, count = BoxReader._read, itertools.count()
+
+        def reading(reader: BoxReader, *arguments: Any) -> Tensor:
+            if _rank()[0] == 0 and next(count) == at:
+                for file in sorted(here.glob("*.safetensors")):
+                    theirs = Path(folder, "other", file.name)
+                    if what == "links":
+                        os.link(file, Path(folder, f"link-to-{file.name}"))
+                    elif theirs.stat().st_size == file.stat().st_size:
+                        times = file.stat()
+                        with open(file, "r+b") as written:
+                            written.write(theirs.read_bytes())
+                        if what == "times":
+                            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            return read(reader, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoxReader, "_read", reading)
+            if what == "links":
+                engine.load_checkpoint(folder, "global_step4")
+                return state_of(engine)
+            with pytest.raises(CheckpointError, match="while it was read, or its files were written: try again"):
                 engine.load_checkpoint(folder, "global_step4")
         with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
             engine.save_checkpoint(folder, "half")

@@ -99,6 +99,24 @@ def test_replaced_while_it_is_read(two_ranks: Ranks, tmp_path: Path) -> None:
         cases.check_same(found, saved[0], but=("norm",))
 
 
+WRITTEN = pytest.mark.parametrize("at, what", [(1, "in place"), (20, "in place"), (20, "times"), (20, "links")])
+
+
+@WRITTEN
+def test_written_while_it_is_read(at: int, what: str, tmp_path: Path) -> None:
+    saved = cases.save_whole(Setting(), str(tmp_path))
+    found = cases.written_while_it_is_read(Setting(), str(tmp_path), at, what)
+    cases.check_same(found, saved, but=("norm",))
+
+
+@pytest.mark.medium
+@WRITTEN
+def test_written_while_ranks_read_it(at: int, what: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks(cases.save_whole, Setting(), str(tmp_path))
+    for found in two_ranks(cases.written_while_it_is_read, Setting(), str(tmp_path), at, what):
+        cases.check_same(found, saved[0], but=("norm",))
+
+
 def test_where_older_ones_cannot_be_removed_the_new_one_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,11 @@ def checked_entry(content: Any, key: str, kind: type[T], where: str) -> T:
     return checked(checked(content, dict, where).get(key), kind, f"{where}: {key}")
 
 
+def identity_of(found: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written; the last, also when it is renamed or linked to."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()

@@ -23,6 +23,7 @@ from longshore.checkpoint.files import (
     checked,
     checked_entry,
     digest_of,
+    identity_of,
     is_file_name,
     open_regular,
     read_json,
@@ -112,15 +113,16 @@ class WholeCheckpoint:
         self.created_ns: int = self.entry("created_ns", int, -1)
         self.run: str | None = self.entry("run", str)
         self.files: dict[str, WrittenFile] = {}
+        self._seen: dict[str, tuple[int, ...]] = {}
         for name, listed in checked_entry(self.manifest, "files", dict, where).items():
             if not is_file_name(name) or name == MANIFEST:
                 raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
             num_bytes = checked_entry(listed, "bytes", int, f"{where}: {name}")
             self.files[name] = WrittenFile(name, num_bytes, checked_entry(listed, "sha256", str, f"{where}: {name}"))
-            self._check_size(path / name, num_bytes)
+            self._seen[name] = self._check_size(path / name, num_bytes)
 
     @staticmethod
-    def _check_size(file: Path, num_bytes: int) -> None:
+    def _check_size(file: Path, num_bytes: int) -> tuple[int, ...]:
         try:
             found = os.lstat(file)
         except OSError as error:
@@ -129,6 +131,7 @@ class WholeCheckpoint:
             raise CheckpointError(f"{file} is not a regular file")
         if found.st_size != num_bytes:
             raise CheckpointError(f"{file} has {found.st_size} bytes, and its manifest says {num_bytes}: it is damaged")
+        return identity_of(found)
 
     def entry(self, key: str, kind: type, otherwise: Any = None) -> Any:
         """Return an entry of the manifest; ``otherwise`` if there is no entry of type ``kind``."""
@@ -147,16 +150,24 @@ class WholeCheckpoint:
         """Check that files read since :meth:`verify` belong to this checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint was replaced or removed.
+            CheckpointError: the checkpoint was replaced or removed, or its files were written in place.
         """
         try:
-            same = read_json(self.path / MANIFEST) == self.manifest
-        except CheckpointError:
+            same = read_json(self.path / MANIFEST) == self.manifest and all(map(self._is_unchanged, self.files))
+        except (CheckpointError, OSError):
             same = False
         if not same:
             raise CheckpointError(
-                f"{self.path} was replaced or removed by another process while it was read: try again"
+                f"{self.path} was replaced or removed by another process while it was read, or its files were written: "
+                "try again"
             )
+
+    def _is_unchanged(self, name: str) -> bool:
+        with open_regular(self.path / name) as file:  # a network file system asks anew for times of what is opened
+            *now, changed = identity_of(os.fstat(file.fileno()))
+        *before, first_changed = self._seen[name]
+        # Whoever links to the file, as backups do, changes the last time alone.
+        return now == before and (changed == first_changed or digest_of(self.path / name) == self.files[name].sha256)
 
 
 class Draft:
