@@ -184,6 +184,20 @@ def test_pretrained_weights_at_stage_3_before_the_ranks_have_joined(ranks: int, 
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_resized_embeddings_and_a_reference_model_at_stage_3(ranks: int, tied: str, tmp_path: Path) -> None:
+    script, pretrained = str(SCRIPTS / "resized.py"), str(tmp_path / "pretrained")
+    run(script, "make", pretrained, tied)
+    plain = start(script, "plain", pretrained, str(tmp_path / "plain"), ranks=ranks)
+    run_deepspeed(script, "deepspeed", pretrained, str(tmp_path / "ours"), ranks=ranks)
+    end(plain)
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "plain"))
+    ours, theirs = (load_file(tmp_path / each / "logits.safetensors") for each in ("ours", "plain"))
+    assert_same(ours, theirs)
+
+
 # -- engines without an optimizer --------------------------------------------------------------------------------------
 
 
@@ -316,9 +330,7 @@ def test_trl(trainer: str, ranks: int, stage: int, tmp_path: Path) -> None:
         pytest.param("grpo", 2, {"device": "cpu"}, marks=pytest.mark.full),
     ],
 )
-def test_trl_with_parameters_on_the_host(
-    trainer: str, ranks: int, optimizer: dict[str, str], tmp_path: Path
-) -> None:
+def test_trl_with_parameters_on_the_host(trainer: str, ranks: int, optimizer: dict[str, str], tmp_path: Path) -> None:
     """Those of the reference model too, for which TRL leaves out the optimizer and where its state is."""
     on_host = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": optimizer}
     compare_trl(trainer, Row(ranks, 3, file={"zero_optimization": on_host}), tmp_path)

@@ -28,7 +28,7 @@ from torch import nn
 
 import longshore
 import longshore.compat.deepspeed as deepspeed
-from compat.zero_cases import Experts, Mixture, leaves, made_inside_init
+from compat.zero_cases import Experts, Mixture, leaves, made_inside_init, names_of_parameters
 from longshore.engine.config import WarmupLRConfig
 from longshore.engine.schedules import make_schedule
 
@@ -263,6 +263,27 @@ def test_schedules_are_classes() -> None:
 @pytest.mark.needs_torch("stage 3")
 def test_zero_on_two_ranks(two_ranks: Ranks) -> None:
     two_ranks(made_inside_init)
+
+
+@pytest.mark.needs_torch("stage 3")
+def test_names_of_parameters(two_ranks: Ranks) -> None:
+    two_ranks(names_of_parameters)
+
+
+def test_sections_of_a_file_as_objects() -> None:
+    offload = deepspeed.runtime.zero.offload_config
+    states = offload.DeepSpeedZeroOffloadOptimizerConfig(device=offload.OffloadDeviceEnum.cpu, pin_memory=True)
+    assert states.device == "cpu" and states.pin_memory and not hasattr(states, "ratio")
+    zero = {"stage": 2, "offload_optimizer": states, "offload_param": offload.DeepSpeedZeroOffloadParamConfig()}
+    engine = started(nn.Linear(2, 2), config={**NAMED, "zero_optimization": zero})
+    assert (engine.config.offload_device, engine.config.param_device) == ("cpu", "none")
+    with pytest.raises(AttributeError, match="optimizer states are where offload_optimizer says"):
+        engine.offload_states(include=[offload.OffloadStateTypeEnum.optim_states])
+    engine.destroy()
+    for section in ({"device": offload.OffloadDeviceEnum.nvme}, {"devise": "cpu"}):
+        zero["offload_optimizer"] = offload.DeepSpeedZeroOffloadOptimizerConfig(**section)
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"NVMe is not kept|devise"):
+            started(nn.Linear(2, 2), config={**NAMED, "zero_optimization": zero})
 
 
 @pytest.mark.needs_torch("stage 3")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from longshore.compat.deepspeed.runtime.zero import partition_parameters
 from support import whole
 from torch import Tensor, nn
 
@@ -51,16 +54,21 @@ def made_inside_init() -> None:
     with deepspeed.zero.GatheredParameters(model[0].weight, modifier_rank=0):
         if rank == 0:
             nn.init.constant_(model[0].weight, 0.25)
-    with deepspeed.zero.GatheredParameters(model.parameters()):
-        pass  # nothing to read on the others yet
-    with pytest.raises(ValueError, match=r"modifier_rank=1\): before initialize\(\) only rank 0 has the weights"):
-        deepspeed.zero.GatheredParameters([model[0].bias], modifier_rank=1).__enter__()
+    without_bias = nn.Linear(2, 2, bias=False)
+    with deepspeed.zero.GatheredParameters([*model.parameters(), without_bias.bias, None]):
+        assert torch.equal(model[0].weight, torch.full((8, 8), 0.25))  # on every rank
+    with deepspeed.zero.GatheredParameters([model[0].bias, without_bias.bias], modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(model[0].bias, 0.75)
+    with deepspeed.zero.GatheredParameters(without_bias.bias):
+        assert model[0].bias.is_meta == (rank > 0)
     before = list(model.parameters())
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=iter(()), config=config)
     try:
         assert torch.equal(whole(model[0].weight), torch.full((8, 8), 0.25))
+        assert torch.equal(whole(model[0].bias), torch.full((8,), 0.75))
         # After it parameters are sharded, anybody may write, and masters follow.
         with deepspeed.zero.GatheredParameters(model[1].weight, modifier_rank=1):
             if rank == 1:
@@ -96,3 +104,50 @@ def leaves() -> None:
         engine.destroy()
     assert units.pop("not") == [f"blocks.0.experts.{index}" for index in range(3)]
     assert [*units.values()] == [["blocks.0"]] * 4
+
+
+def names_of_parameters() -> None:
+    """What projects read of a parameter, before ``initialize()``, after it, and inside GatheredParameters."""
+    status = partition_parameters.ZeroParamStatus
+    with deepspeed.zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    plain = nn.Parameter(torch.ones(3))
+    held = list(model.parameters())
+
+    def check(parameters: list[Any], expected: Any) -> list[int]:
+        assert [each.ds_shape for each in parameters] == [(8, 8), (8,), (4, 8), (4,)]
+        assert [each.ds_numel for each in parameters] == [64, 8, 32, 4]
+        assert all(type(each.ds_shape) is torch.Size for each in parameters)
+        assert {each.ds_status for each in parameters} == {expected}
+        assert not any(hasattr(each, "ds_tensor") or hasattr(each, "ds_persist") for each in parameters)
+        assert not hasattr(plain, "ds_id") and plain.ds_status is status.AVAILABLE and plain.ds_numel == 3
+        numbers = [each.ds_id for each in parameters]
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, numbers)
+        assert told[0] == told[1] and len({*numbers}) == 4
+        return numbers
+
+    def both(parameters: list[Any]) -> list[int]:
+        check(parameters, status.NOT_AVAILABLE)
+        with deepspeed.zero.GatheredParameters(parameters):
+            return check(parameters, status.AVAILABLE)
+
+    both(held)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    try:
+        numbers = both(list(model.parameters()))
+        assert both(held) == numbers
+        loss = engine(torch.ones(1, 8)).sum()
+        assert [each.ds_id for each in model.parameters()] == numbers  # the root's are still gathered
+        engine.backward(loss)
+        engine.step()
+        assert both(list(model.parameters())) == numbers
+        with pytest.raises(AttributeError, match=r"no parameter\.ds_tensor; use deepspeed\.zero\.GatheredParameters"):
+            model[0].weight.ds_tensor  # noqa: B018
+        whole_state = engine._consolidated_16bit_state_dict()
+        assert (whole_state is None) == (dist.get_rank() > 0)
+        for name, each in model.named_parameters():
+            values = whole(each)
+            assert whole_state is None or torch.equal(whole_state[name], values)
+    finally:
+        engine.destroy()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longshore.compat.configuration import FileConfig
-from longshore.compat.stage3_names import ParameterOffload, show_status
+from longshore.compat.stage3_names import ParameterOffload, number, show_status
 from longshore.engine import Engine
 from longshore.errors import LongshoreError, NoCheckpointError
 
@@ -41,6 +41,7 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
     )
     if engine.config.stage == 3:
         show_status()
+        number(engine.module.parameters())
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     _restrict(engine)
     load = engine.load_checkpoint

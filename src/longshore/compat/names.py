@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longshore import checkpointing
 from longshore import utils as access
-from longshore.compat import constructors, distributed, initialize, optimizers, utils, zero
+from longshore.compat import constructors, distributed, initialize, offload_config, optimizers, utils, zero
 from longshore.compat.absent import VERSION
 from longshore.compat.stage3_names import ZeroParamStatus
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
@@ -104,6 +104,10 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "runtime.utils": _of(utils, "see_memory_usage set_random_seed"),
     "runtime.zero": _ZERO,
+    "runtime.zero.offload_config": _of(
+        offload_config,
+        "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum",
+    ),
     "runtime.zero.partition_parameters": {
         **_ZERO,
         **constructors.ORIGINALS,

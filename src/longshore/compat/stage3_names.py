@@ -1,16 +1,20 @@
-"""What TRL reads of DeepSpeed's stage 3: whether a parameter is whole, and the hooks that it removes to generate."""
+"""What other projects read of DeepSpeed's stage 3: whether a parameter is whole and how large it is, and the hooks that
+TRL removes to generate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from longshore.optim.shards import is_sharded
+from longshore.engine.creation import Unplaced, unplaced
+from longshore.engine.gathering import comes_in_shards
+from longshore.optim.shards import is_sharded, present
 
 
 class ZeroParamStatus(Enum):
@@ -21,16 +25,83 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
+def _parameter_of(tensor: Tensor) -> Tensor | None:
+    """Return the parameter that has to be gathered for its whole values: the shard of one that ``initialize()`` placed,
+    whatever handle of it is given, or one that ``zero.Init`` made; None for other tensors."""
+    if comes_in_shards(tensor):
+        # Imported here: it imports torch's FSDP2, which has been imported if there are shards.
+        from longshore.sharding.fsdp import sharded_of
+
+        return sharded_of(tensor)
+    return None if unplaced(tensor) is None else tensor
+
+
 def _status(tensor: Tensor) -> ZeroParamStatus:
-    return ZeroParamStatus.NOT_AVAILABLE if is_sharded(tensor) or tensor.is_meta else ZeroParamStatus.AVAILABLE
+    record = unplaced(tensor)
+    apart = tensor.is_meta if record is None else not record.digests
+    apart = apart or is_sharded(present(tensor))
+    return ZeroParamStatus.NOT_AVAILABLE if apart else ZeroParamStatus.AVAILABLE
+
+
+_NUMBERS = WeakIdKeyDictionary()
+"""``ds_id`` of each shard."""
+
+
+def _number(tensor: Tensor) -> int:
+    parameter = _parameter_of(tensor)
+    record = None if parameter is None else unplaced(parameter)
+    if parameter is None or (record is None and parameter not in _NUMBERS):
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_id'; all of its values are here")
+    return _NUMBERS[parameter] if record is None else record.number
+
+
+def _shape(tensor: Tensor) -> torch.Size:
+    return torch.Size(present(tensor).shape)
+
+
+def _numel(tensor: Tensor) -> int:
+    return present(tensor).numel()
+
+
+_REFUSED = "ds_active_sub_modules ds_param_type ds_persist ds_process_group ds_secondary_tensor ds_summary ds_tensor"
+
+
+def _refused(name: str) -> Callable[[Tensor], Any]:
+    def refuse(tensor: Tensor) -> NoReturn:
+        raise AttributeError(
+            f"longshore has no parameter.{name}; use deepspeed.zero.GatheredParameters for whole values, and "
+            "deepspeed.utils.safe_get_full_fp32_param and its like for masters and states"
+        )
+
+    return refuse
+
+
+class _Answer:
+    """An attribute that is worked out when it is read; unlike a property, it lets attributes of a tensor's own be set,
+    as those of DeepSpeed's files are when they are read."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        self._read = read
+
+    def __get__(self, tensor: Tensor | None, kind: Any = None) -> Any:
+        return self if tensor is None else self._read(tensor)
 
 
 def show_status() -> None:
-    """Give every tensor ``ds_status``.
+    """Give tensors ``ds_status``, ``ds_shape`` and ``ds_numel``, and those that have to be gathered ``ds_id``.
 
-    A property of the class, since a parameter is one object while it is sharded and another while it is gathered.
+    By the class, since a parameter is one object while it is sharded and another while it is gathered.
     """
-    torch.Tensor.ds_status = property(_status)  # pyright: ignore[reportAttributeAccessIssue]
+    found = {"ds_status": _status, "ds_shape": _shape, "ds_numel": _numel, "ds_id": _number}
+    for name, read in {**found, **{name: _refused(name) for name in _REFUSED.split()}}.items():
+        setattr(torch.Tensor, name, _Answer(read))
+
+
+def number(parameters: Iterable[Tensor]) -> None:
+    """Give the shards of a model, in the same order on all ranks, the numbers that are their ``ds_id``."""
+    for each in parameters:
+        if is_sharded(each) and each not in _NUMBERS:
+            _NUMBERS[each] = next(Unplaced.numbers)
 
 
 def _nothing(*_: Any, **__: Any) -> Iterable[Any]:

@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.compat.distributed import init_distributed
+from longshore.compat.stage3_names import show_status
 from longshore.engine import Config, Init
 from longshore.engine.config.values import kind_in
-from longshore.engine.gathering import comes_in_shards, gather
+from longshore.engine.gathering import gather
 from longshore.engine.model_sharding import named_leaves
 from longshore.units import units_with_leaves
 
 
-class _Reusable(AbstractContextManager[None]):
+class _Reusable(AbstractContextManager[Any]):
     """A context that may be entered again, as DeepSpeed's may; ``make`` returns a new context for each entry."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
         context = self._make()
@@ -114,6 +115,7 @@ _creations: list[object] = []
 def _creation(dtype: torch.dtype | None) -> Generator[None, None, None]:
     with contextlib.ExitStack() as stack:
         if not _creations:
+            show_status()
             init_distributed()  # as in DeepSpeed: transformers asks for the rank while it loads weights inside
             stack.enter_context(Init())
         _creations.append(stack)
@@ -129,23 +131,23 @@ class GatheredParameters(_Reusable):
 
     After ``initialize()`` the parameters in ``params`` are whole inside, whichever handle a script has of them.
 
-    Before ``initialize()`` such parameters exist on rank 0 only: rank 0 may write to them, and the other ranks have
-    shapes without values.
+    Before ``initialize()`` such parameters exist on rank 0 only, and inside all ranks have its values. Any rank may
+    write, and what it wrote is on rank 0 afterwards.
 
     Args:
-        params: a parameter, or several.
+        params: a parameter, or several; None among them is skipped, as a bias that a module does not have.
         modifier_rank: the rank whose writes are sent to all ranks afterwards; None: nobody writes, and at stage 3 on
             several ranks a write is an error at the end, on all ranks.
         fwd_module: refused; it registers external parameters.
         enabled: False does nothing.
 
     Raises:
-        ValueError: an argument that cannot be honoured, or a writer other than rank 0 before ``initialize()``.
+        ValueError: an argument that cannot be honoured.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Tensor,
+        params: Iterable[Tensor | None] | Tensor | None,
         modifier_rank: int | None = None,
         fwd_module: Any = None,
         enabled: bool = True,
@@ -157,23 +159,9 @@ class GatheredParameters(_Reusable):
             raise ValueError(
                 "GatheredParameters(): longshore does not register external parameters; leave fwd_module out"
             )
-        several = [params] if isinstance(params, Tensor) else list(params)
-        super().__init__(lambda: _gathered(several, modifier_rank))
-
-
-@contextlib.contextmanager
-def _gathered(params: list[Tensor], writer: int | None) -> Generator[None, None, None]:
-    without_values = [any(each.is_meta and not comes_in_shards(each) for each in params)]
-    if writer is not None and dist.is_initialized() and dist.get_world_size() > 1:
-        without_values *= dist.get_world_size()
-        dist.all_gather_object(without_values, without_values[0])
-        if any(without_values) and writer != 0:
-            raise ValueError(
-                f"GatheredParameters(modifier_rank={writer}): before initialize() only rank 0 has the weights of a "
-                "model that was made in zero.Init; write on rank 0"
-            )
-    with contextlib.nullcontext() if any(without_values) else gather(params, writer):
-        yield
+        several = [params] if params is None or isinstance(params, Tensor) else params
+        given = [each for each in several if each is not None]
+        super().__init__(lambda: gather(given, modifier_rank))
 
 
 # -- modules that stage 3 gathers whole -----------------------------------------------------------------------------

@@ -1,16 +1,57 @@
-"""``longshore.Init``: models whose weights are made on rank 0 only."""
+"""``longshore.Init``: models whose weights are made on rank 0 only, and how other ranks have them for a while."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
+from longshore.accelerator import accelerator_type
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
+from longshore.optim.shards import checksum
+
+
+class Unplaced:
+    """A parameter of which rank 0 has the values, and other ranks none, until ``initialize()`` places it.
+
+    Attributes:
+        number: the same on all ranks, and no other parameter's.
+        digests: for each block of ``gather()`` that has it, the checksum that it must have at the end; None: it may be
+            written there.
+    """
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(Unplaced.numbers)
+        self.digests: dict[object, int | None] = {}
+
+
+_UNPLACED = WeakIdKeyDictionary()
+"""The records of these parameters, on all ranks."""
+
+
+def unplaced(parameter: Tensor) -> Unplaced | None:
+    """Return the record of a parameter that ``initialize()`` has not placed yet; None if every rank has its values."""
+    return _UNPLACED.get(parameter)
+
+
+def note_placed(parameter: Tensor) -> None:
+    """Note that ``initialize()`` has given each rank its values, or its shard."""
+    _UNPLACED.pop(parameter, None)
+
+
+def _note_unplaced(parameter: Tensor) -> None:
+    if parameter not in _UNPLACED:
+        _UNPLACED[parameter] = Unplaced()
 
 
 class Init:
@@ -51,13 +92,17 @@ class Init:
             self._ranks = join()
         Init._active = True
         self._before = torch.get_rng_state()
-        if self._empty or (self._ranks is not None and self._ranks.rank > 0):
+        without_memory = self._empty or (self._ranks is not None and self._ranks.rank > 0)
+        if self._empty or self._ranks is not None:
             former = self._former = nn.Module.register_parameter
 
             def register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
-                if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
-                    # The object stays the same: a module may keep it elsewhere too, or register it again.
-                    put(on_meta(param), into=param)
+                if isinstance(param, nn.Parameter) and not is_lazy(param):
+                    if self._ranks is not None:
+                        _note_unplaced(param)
+                    if without_memory and not param.is_meta:
+                        # The object stays the same: a module may keep it elsewhere too, or register it again.
+                        put(on_meta(param), into=param)
                 former(module, name, param)
 
             nn.Module.register_parameter = register_parameter  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,3 +147,135 @@ def put(other: nn.Parameter, into: Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(into, hooks) is not None:
             setattr(into, hooks, getattr(into, hooks))  # registers the same hooks on the new memory
+
+
+class FirstBlock:
+    """Parameters that :class:`Init` made, with their values on every rank inside one block of ``gather()``.
+
+    All ranks have to make it, and to call its methods.
+
+    Args:
+        parameters: tensors that are no shards; those of which all ranks have the values stay as they are.
+        writes: whether they are to be written.
+
+    Raises:
+        RankError: the ranks gather different parameters; nothing was changed.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], writes: bool) -> None:
+        once = list({id(each): each for each in parameters}.values())
+        lacking = [(each, place) for each, place in zip(once, _places(once), strict=True) if place is not None]
+        self.parameters = [each for each, _ in lacking]
+        self._memory: list[tuple[Tensor, Tensor]] = []
+        """Each parameter, and its memory in the block."""
+        self._without_memory: list[tuple[Tensor, Tensor]] = []
+        """Those that have none on this rank outside, and what they are then."""
+        try:
+            for each, place in lacking:
+                _note_unplaced(each)
+                record = _UNPLACED[each]
+                if not record.digests:
+                    self._give_values(each, place)
+                record.digests[self] = None if writes else checksum(each)
+                self._memory.append((each, each.data))
+        except BaseException:
+            self.leave()
+            raise
+
+    def _give_values(self, parameter: Tensor, place: str) -> None:
+        if parameter.is_meta:
+            self._without_memory.append((parameter, parameter.detach()))
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(place))
+            put(nn.Parameter(values, parameter.requires_grad), into=parameter)
+        send(parameter.data, source=0)
+
+    def problems(self) -> list[str]:
+        """Return what this rank did in the block that cannot stay, by parameter."""
+        found = []
+        for each, memory in self._memory:
+            what, digest = f"a parameter of shape {list(memory.shape)} from before initialize()", self._digest_of(each)
+            if not _is_like(each, memory):
+                found.append(f"{what} was made {list(each.shape)} {each.dtype} on {each.device} (p.data = x)")
+            elif digest is not None and digest != checksum(each):
+                found.append(f"{what} was written without modifier_rank")
+        return found
+
+    def _digest_of(self, parameter: Tensor) -> int | None:
+        return _UNPLACED[parameter].digests[self]
+
+    def write(self, source: int) -> None:
+        """Take the values of the rank that writes."""
+        for each in self.parameters:
+            send(each.data, source)
+            for block, digest in _UNPLACED[each].digests.items():
+                if digest is not None:
+                    _UNPLACED[each].digests[block] = checksum(each)  # another block around this one
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        for each, memory in self._memory:
+            if _is_like(each, memory) and (each.data_ptr(), each.stride()) != (memory.data_ptr(), memory.stride()):
+                memory.copy_(each.data)  # p.data = x
+            each.data = memory
+        for each in self.parameters:
+            _UNPLACED[each].digests.pop(self, None)
+        for each, values in self._without_memory:
+            put(nn.Parameter(values, each.requires_grad), into=each)
+        self._memory.clear()
+
+
+def _is_like(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+
+
+def _shape_of(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return parameter.shape, parameter.dtype
+
+
+def _places(parameters: Sequence[Tensor]) -> list[str | None]:
+    """Return the type of rank 0's device for each parameter of which not every rank has the values, and None for the
+    others; all ranks have to call.
+
+    Also for a parameter that a script made like one of these on each rank, on the meta device on ranks without memory.
+    """
+    records = [unplaced(each) for each in parameters]
+    whole = [record is not None and bool(record.digests) for record in records]  # in a block around this one
+    mine = [(each.is_meta, each.device.type, is_whole) for each, is_whole in zip(parameters, whole, strict=True)]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (mine, list(map(_shape_of, parameters))))
+    for rank, (_, shapes) in enumerate(said):
+        if shapes != said[0][1]:
+            here, there = ([list(shape) for shape, _ in each][:3] for each in (shapes, said[0][1]))
+            raise RankError(
+                f"rank {rank} gathers parameters of shapes {here}, and rank 0 {there}; give gather() the same "
+                "parameters on every rank"
+            )
+    found: list[str | None] = []
+    for number, parameter in enumerate(parameters):
+        on_meta, (first, place, is_whole) = any(flags[number][0] for flags, _ in said), said[0][0][number]
+        if not is_whole and not on_meta:
+            note_placed(parameter)
+        found.append(place if is_whole or (on_meta and not first) else None)
+    return found
+
+
+def _device_of(kind: str) -> torch.device:
+    """Return this rank's device of a type."""
+    return (
+        torch.device(kind, torch.accelerator.current_device_index())
+        if kind == accelerator_type()
+        else torch.device(kind)
+    )
+
+
+@torch.no_grad()
+def send(tensor: Tensor, source: int) -> None:
+    """Copy a rank's tensor to all ranks, by way of the device if the process group serves no other memory."""
+    if tensor.numel() == 0:
+        return
+    values, kind = tensor.contiguous(), accelerator_type()
+    if kind is not None and f"{tensor.device.type}:" not in str(dist.get_backend_config()):
+        values = values.to(_device_of(kind))
+    dist.broadcast(values.view(-1).view(torch.uint8), src=source)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)

@@ -133,6 +133,8 @@ class DeepSpeedNames:
                 found[name] = copy
         return found
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     def module_state_dict(
         self,
         destination: Any = None,

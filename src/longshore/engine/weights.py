@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.engine.creation import on_meta, put
+from longshore.engine.creation import note_placed, on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import several
 from longshore.optim.shards import flat, held_part, is_sharded, like
@@ -138,6 +138,8 @@ class Weights:
         if parameters:
             _keep_identity(model, device)
             model.to(device)
+            for parameter in model.parameters():
+                note_placed(parameter)
         named = [*model.named_buffers(), *(model.named_parameters() if parameters else ())]
         for name, tensor in named:
             name = self._names.get(name, name)
@@ -161,6 +163,7 @@ class Weights:
                 # Code that still uses the former parameter fails, since its shape fits nothing. In gather() it is
                 # whole, and on the meta device it could not get other memory.
                 kept, nothing = former[name], torch.empty(0, dtype=parameter.dtype, device=ranks.device)
+                note_placed(kept)
                 if _takes(kept, nothing):
                     kept.data = nothing
                 else:

@@ -6,12 +6,16 @@ import gc
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+_CHUNK = 1 << 26
+"""Elements that are copied from a device at a time."""
 
 _SHARD_OF = WeakIdKeyDictionary()
 """For each parameter that a shard replaced, a weak reference to the shard."""
@@ -64,6 +68,14 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor.detach().view(-1)
     return tensor.detach().resolve_neg().reshape(-1).contiguous()
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum (CRC-32) of a tensor's bytes."""
+    found = 0
+    for part in flat(tensor).split(_CHUNK):
+        found = zlib.crc32(memoryview(part.cpu().view(torch.uint8).numpy()), found)  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def first_element(parameter: Any) -> int | None:

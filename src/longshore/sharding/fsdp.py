@@ -350,6 +350,12 @@ def _find(parameter: Tensor) -> tuple[FullyShardedModel, Any] | None:
     return None
 
 
+def sharded_of(parameter: Tensor) -> Tensor | None:
+    """Return the shard of a parameter (see :func:`is_member`); None if its model's engine is gone."""
+    found = _find(present(parameter))
+    return None if found is None else found[1].sharded_param
+
+
 def member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
     """Return the model of a parameter (see :func:`is_member`), and FSDP2's record of it."""
     found = _find(present(parameter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longshore.optim.released import is_released
-from longshore.optim.shards import flat
+from longshore.optim.shards import checksum
 
 _WHOLE: dict[int, Tensor] = {}
 """The whole tensor that each gathered shard stands for, by the shard's ``id``."""
-
-_CHUNK = 1 << 26
-"""Elements that are copied from a device at a time."""
 
 
 class _SlotsOfDTensor(Tensor):
@@ -132,11 +128,7 @@ class Whole:
         self.digests[block] = None if writes else self.digest()
 
     def digest(self) -> int:
-        """Return a checksum (CRC-32) of the bytes."""
-        found = 0
-        for part in flat(self.tensor).split(_CHUNK):
-            found = zlib.crc32(memoryview(part.cpu().view(torch.uint8).numpy()), found)  # pyright: ignore[reportArgumentType]
-        return found
+        return checksum(self.tensor)
 
     def take(self) -> str | None:
         """Give all handles the memory that a script gave one of them (``p.data = x``); return what it did that cannot

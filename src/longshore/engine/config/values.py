@@ -9,6 +9,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -214,6 +215,8 @@ class OneOf(Kind):
 def _folded(value: object) -> Any:
     """Return what an option is compared by: a string in lower case or a whole number; None for anything else."""
     # A torch dtype is recognized by name, so that reading a file does not import torch.
+    if isinstance(value, Enum):  # DeepSpeed's own names of devices are strings, too
+        value = value.value
     if isinstance(value, str) or (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
         return str(value).lower()
     return _number(value, whole=True)
