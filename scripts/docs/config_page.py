@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import longshore
-from longshore.engine.config import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
+from longshore.engine.config import (
+    Config,
+    CsvConfig,
+    FlopsProfilerConfig,
+    LossScaling,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from longshore.engine.config.optimizers import OPTIMIZERS
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import TARGETS
@@ -55,6 +62,7 @@ BLOCKS = {
     "tensorboard": "`TensorBoardConfig`",
     "wandb": "`WandbConfig`",
     "csv_monitor": "`CsvConfig`",
+    "flops_profiler": "`FlopsProfilerConfig`",
 }
 
 SEVERAL_KEYS = {
@@ -69,6 +77,7 @@ SEVERAL_KEYS = {
     "tensorboard": ("tensorboard.enabled",),
     "wandb": ("wandb.enabled",),
     "csv_monitor": ("csv_monitor.enabled",),
+    "flops_profiler": ("flops_profiler.enabled",),
 }
 """Fields that are read from several keys of a DeepSpeed file, or not taken as they are; these first of all."""
 
@@ -115,11 +124,11 @@ def page() -> str:
         for name, model in models.items():
             parts += [f"### `{name}`\n", f"{sentence(one_line(model.__doc__))}\n", *_rows(model, {}, {}), ""]
     parts.append("## Monitors\n")
-    for monitor in (TensorBoardConfig, WandbConfig, CsvConfig):
+    for monitor in (TensorBoardConfig, WandbConfig, CsvConfig, FlopsProfilerConfig):
         parts += [
             f"### `{monitor.__name__}`\n",
-            f"{sentence(one_line(monitor.__doc__))}\n",
-            *_rows(monitor, {}, {}),
+            f"{sentence(one_line((monitor.__doc__ or '').partition('Attributes:')[0]))}\n",
+            *_rows(monitor, attributes_of(monitor), {}),
             "",
         ]
     parts += ["## `longshore.Offload`\n", _OFFLOAD, *_offload_rows(), "\n## The environment\n"]

@@ -159,6 +159,14 @@ _KEYS = {
         "csv_monitor.output_path",
         "csv_monitor.job_name",
     ),
+    "tests/engine/test_flops.py::test_what_is_listed": (
+        "flops_profiler.enabled",
+        "flops_profiler.profile_step",
+        "flops_profiler.top_modules",
+        "flops_profiler.module_depth",
+        "flops_profiler.detailed",
+        "flops_profiler.output_file",
+    ),
     "tests/engine/test_initialize.py::test_host_settings": (
         "longshore.tile_numel",
         "longshore.threads",

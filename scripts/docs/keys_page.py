@@ -9,10 +9,10 @@ from pydantic.fields import FieldInfo
 
 from longshore.engine.config import Config, LossScaling
 from longshore.engine.config.base import NamedModel, quoted
-from longshore.engine.config.keys import Auto, Key, Treatment
+from longshore.engine.config.keys import NOT_KEYS, Auto, Key, Treatment
 from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, REFUSED_OPTIMIZERS
 from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE, TARGETS
+from longshore.engine.config.table import OLD_SECTIONS, SECTIONS, TABLE, TARGETS
 from longshore.engine.config.values import Block, OneOf
 from scripts.docs.docstrings import attributes_of
 from scripts.docs.key_tests import TESTS
@@ -32,7 +32,9 @@ translated into a `Config`; every key of it is in one of three classes:
 
 Unknown keys are errors with the nearest known one, and all problems of a file are reported at once. For a file with
 keys of other programs, `LONGSHORE_UNKNOWN_KEYS=warn` in the environment makes unknown keys at its top level warnings;
-they are ignored then. `null` means that the key is left out, except where a line says otherwise.
+they are ignored then. Keys that are comments (`_comment`, `comment`, and others that begin with `_`, `//` or `#`) are
+ignored with one warning at the top level and in `optimizer`, `scheduler`, `activation_checkpointing` and
+`flops_profiler`, where DeepSpeed ignores them, and errors elsewhere, where it refuses them. `null` means that the key is left out, except where a line says otherwise.
 
 What DeepSpeed converts is converted, with one warning that lists such keys
 (`tests/engine/config/test_conversions.py`): 0, 1, `"true"`, `"off"` and the like to true and false, and `"5"` or

@@ -56,7 +56,7 @@ REFUSED = {
         "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
     ),
     **_for(
-        "use torch.utils.flop_counter, torch.profiler, or longshore.trace(engine)",
+        "use flops_profiler of the file, torch.utils.flop_counter, torch.profiler, or longshore.trace(engine)",
         "comm.configure comm.log_summary profiling",
     ),
     **_for(

@@ -35,7 +35,7 @@ INSTEAD = {
     "compile_autosp": _NO_MODEL_PARALLELISM,
     "compile_autotp": _NO_MODEL_PARALLELISM,
     "tput_timer": "engine.global_samples counts samples; longshore.trace() measures",
-    "flops_profiler": "use torch.utils.flop_counter",
+    "flops_profiler": "enable it in the configuration, or use torch.utils.flop_counter",
     "monitor": "write figures with the logger of your choice after engine.step()",
 }
 """Names that the engine does not have, with the reason or the replacement."""

@@ -69,7 +69,7 @@ class Engine(EngineAttributes):
         self._destroyed = False
         # Parts of the engine.
         self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
-        self._reports = reports_of(config, ranks, optimizer)
+        self._reports = reports_of(config, ranks, module, optimizer)
         self._checkpoints = Checkpoints(self, self._window)
         self.save_checkpoint = self._checkpoints.save
         self.load_checkpoint = self._checkpoints.load
@@ -206,7 +206,7 @@ class Engine(EngineAttributes):
             window.end_step()
 
     def _timing(self, part: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
+        return contextlib.nullcontext() if self._reports is None else self._reports.timing(part, self.global_steps)
 
     def _report(self, watch: Stopwatch | None) -> None:
         """Report a step before the schedule changes the learning rates; ``watch`` runs since it began."""

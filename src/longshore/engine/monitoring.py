@@ -15,16 +15,17 @@ import resource
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longshore.accelerator import Stopwatch, accelerator_type
 from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.flops import FlopsProfiler
 from longshore.engine.ranks import Ranks
 from longshore.kernels import Buffer, TileSegment, element_bytes
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -63,11 +64,13 @@ class Reports:
     training.
     """
 
-    def __init__(self, config: Config, optimizer: TiledOptimizer, device: torch.device) -> None:
+    def __init__(self, config: Config, model: nn.Module, optimizer: TiledOptimizer, device: torch.device) -> None:
         self._every = config.steps_per_print
         self._timed = config.wall_clock_breakdown and self._every is not None
         sections = {name: getattr(config, name) for name in _WRITERS}
         self._writers = _started({name: section for name, section in sections.items() if section is not None})
+        profiler = config.flops_profiler
+        self._profiler = None if profiler is None else FlopsProfiler(profiler, model)
         self._optimizer = optimizer
         self._device = device
         self._meter = Meter()
@@ -79,14 +82,28 @@ class Reports:
         self._losses: list[Tensor] = []
         """Losses of the window, as the user gave them."""
         self._last = time.perf_counter()
+        self._samples = 0
+        """Samples up to the last step that was reported."""
+        self._begun = False
+        """Whether a step was reported: an engine that goes on from a checkpoint has not those before."""
 
     @contextlib.contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the time of the block to the total of ``part``."""
+    def timing(self, part: str, steps: int) -> Iterator[None]:
+        """Add the time of the block to the total of ``part``, in the window that follows ``steps`` steps."""
+        wait = torch.accelerator.synchronize if accelerator_type() else lambda: None
+        profiler = self._profiler
+        if profiler is not None and profiler.profiles(steps) and torch.is_grad_enabled():
+            with profiler.measuring(part, wait), self._timing_line(part, wait):
+                yield
+        else:
+            with self._timing_line(part, wait):
+                yield
+
+    @contextlib.contextmanager
+    def _timing_line(self, part: str, wait: Callable[[], None]) -> Iterator[None]:
         if not self._timed:
             yield
             return
-        wait = torch.accelerator.synchronize if accelerator_type() else lambda: None
         wait()
         start = time.perf_counter()
         try:
@@ -103,6 +120,8 @@ class Reports:
     def discard(self) -> None:
         """Forget the losses of a window that the engine did not step."""
         self._losses.clear()
+        if self._profiler is not None:
+            self._profiler.discard()
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for a step, which runs where training waits; nothing is measured for the line alone."""
@@ -112,6 +131,10 @@ class Reports:
         """Report a step."""
         if self._every is not None and figures.number % self._every == 0:
             self._print(figures, self._every)
+        before, self._samples = self._samples if figures.number == 1 or self._begun else None, figures.samples
+        self._begun = True
+        if self._profiler is not None and self._profiler.profiles(figures.number - 1):
+            self._profiler.report(figures.number, None if before is None else figures.samples - before)
         values = self._values(figures) if self._writers else {}
         for name, writer in list(self._writers.items()):
             try:
@@ -329,7 +352,8 @@ def check_installed(config: Config) -> None:
             )
 
 
-def reports_of(config: Config, ranks: Ranks, optimizer: TiledOptimizer) -> Reports | None:
+def reports_of(config: Config, ranks: Ranks, model: nn.Module, optimizer: TiledOptimizer) -> Reports | None:
     """Return the reports that the configuration asks for on rank 0; None if there are none, and on other ranks."""
-    wanted = config.steps_per_print is not None or any(getattr(config, name) is not None for name in _WRITERS)
-    return Reports(config, optimizer, ranks.device) if wanted and ranks.rank == 0 else None
+    asking = ("steps_per_print", "flops_profiler", *_WRITERS)
+    wanted = any(getattr(config, name) is not None for name in asking)
+    return Reports(config, model, optimizer, ranks.device) if wanted and ranks.rank == 0 else None

@@ -59,7 +59,7 @@ def test_every_field_of_config_can_be_reached_from_a_file() -> None:
     by_translation = {
         *("dtype", "autocast", "loss_scaling", "cast_inputs"),
         *("gradient_clipping", "optimizer", "scheduler", "cpu_share"),
-        *("tensorboard", "wandb", "csv_monitor"),
+        *("tensorboard", "wandb", "csv_monitor", "flops_profiler"),
     }
     of_scaling = {f"loss_scaling.{name}" for name in LossScaling.model_fields if name != "scale"}
     assert {*TARGETS} == {*Config.model_fields} - by_translation | of_scaling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from longshore.engine.config import (
     AdamWConfig,
     Config,
     ConfigError,
+    FlopsProfilerConfig,
     LoadedConfig,
     LossScaling,
     OneCycleConfig,
@@ -141,6 +143,26 @@ def test_all_problems_at_once() -> None:
         ({"offload_optimizer": {}}, "offload_optimizer", "not a key of the file's top level, but of zero_opt"),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "AdamW and Adam and Lion"),
         ({"wobble": 1}, "wobble", "nor of any other section; remove it"),
+        ({"opt_level": "O1"}, "opt_level", "it is apex's, which longshore does not use: enable bf16, fp16"),
+        ({"fp16": {"opt_level": "O1"}}, "fp16.opt_level", "it is apex's, which longshore does not use"),
+        ({"zero_optimization": {"_comment": "x"}}, "_comment", "and DeepSpeed refuses it there too; move the comment"),
+        ({"_gradient_clipping": 1}, "_gradient_clipping", 'did you mean "gradient_clipping"?'),
+        ({"notes": 1}, "notes", "nor of any other section; remove it"),  # not "others"
+        ({"opt_name": 1}, "opt_name", "nor of any other section; remove it"),  # not "job_name"
+        ({"fp16": {"fp16": True}}, "fp16.fp16", "is not a key of fp16, but of the top level; move it there"),
+        ({"tensorboard_dir": "x"}, "tensorboard_dir", 'did you mean "tensorboard"?'),
+        ({"optim": {}}, "optim", 'did you mean "optimizer"?'),
+        ({"wandb_project": "x"}, "wandb_project", 'did you mean "wandb.project"'),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            "zero_quantized_weights",
+            "is not supported: true gathers parameters as 8-bit integers, and the model computes with other weights",
+        ),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_quantized_gradients",
+            "is not supported: true exchanges gradients as 4-bit integers, and steps have other gradients",
+        ),
         (
             {"zero_optimization": {"super_offload": True}},  # "cpu_offload" is near
             "super_offload",
@@ -460,3 +482,43 @@ def test_our_own_config_is_taken_as_it_is() -> None:
 def test_a_file_says_a_batch_size(numbers: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="is missing, and so is train_micro_batch_size_per_gpu"):
         load_config({"gradient_clipping": 1.0, **numbers})
+
+
+@pytest.mark.parametrize("name", ["_comment", "__comment__", "comment", "//", "// stage", "#", "_read_the_docs"])
+def test_comments_are_read_over_where_deepspeed_reads_over_them(name: str) -> None:
+    file = json.loads(USERS_BLOCK)
+    without = load_config(file)
+    file |= {name: "a person's", "log": {"level": "info"}}
+    file["optimizer"][name] = {"more": 1}
+    file["flops_profiler"] = {"enabled": False, name: None}
+    config, notes = load_config(file)
+    assert config == without.config
+    (told,) = [note for note in notes if "comment" in note]
+    assert (
+        told
+        == f"optimizer.{name}, {name}, flops_profiler.{name}: read as a comment, and ignored, as DeepSpeed ignores it"
+    )
+    file["optimizer"]["params"] = {name: 1}
+    with pytest.raises(ConfigError, match=re.escape(f'optimizer.params.{name} = 1: "{name}" is not a key of')):
+        load_config(file)
+
+
+def test_quantized_communication_may_be_switched_off() -> None:
+    names = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    file = json.loads(USERS_BLOCK)
+    without = load_config(file).config
+    file["zero_optimization"] |= dict.fromkeys(names, False)
+    assert load_config(file).config == without
+
+
+def test_the_flops_profilers_settings() -> None:
+    file = json.loads(USERS_BLOCK)
+    section = {"profile_step": 0, "module_depth": 2, "top_modules": 0, "detailed": False, "output_file": "a.txt"}
+    file["flops_profiler"] = {"enabled": True, "recompute_fwd_factor": 0.0, **section}
+    found = load_config(file).config.flops_profiler
+    assert found is not None and found.model_dump() == section
+    file["flops_profiler"] = {"enabled": True, "output_file": None}
+    found = load_config(file).config.flops_profiler
+    assert found is not None and found.model_dump() == FlopsProfilerConfig().model_dump()
+    file["flops_profiler"] = {"enabled": False, **section}
+    assert load_config(file).config.flops_profiler is None

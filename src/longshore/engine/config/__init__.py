@@ -4,7 +4,14 @@ from typing import Any
 
 from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.load import LoadedConfig, load_config
-from longshore.engine.config.model import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
+from longshore.engine.config.model import (
+    Config,
+    CsvConfig,
+    FlopsProfilerConfig,
+    LossScaling,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from longshore.engine.config.optimizers import OPTIMIZERS, OptimizerConfig
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
@@ -19,6 +26,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CsvConfig",
+    "FlopsProfilerConfig",
     "LRRangeTestConfig",
     "LoadedConfig",
     "LossScaling",

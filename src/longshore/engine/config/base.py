@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,18 @@ def candidates(name: object, known: Iterable[str]) -> list[str]:
     least = min(distances.values(), default=0)
     if known and least <= max(1, len(given) // 4):
         return [option for option in known if distances[option] == least]
-    return difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+    return difflib.get_close_matches(given, [option for option in known if _of_one_sense(given, option)], 1, 0.7)
+
+
+def _of_one_sense(left: str, right: str) -> bool:
+    """Return whether each word of one name is like a word of the other: ``opt_level`` is no ``log_level``."""
+    words, others = (list(filter(None, re.split(r"[\W_]+", name.lower()))) for name in (left, right))
+    return all(any(_like(a, b) for b in others) for a in words) or all(any(_like(a, b) for a in words) for b in others)
+
+
+def _like(left: str, right: str) -> bool:
+    short, long = sorted((left, right), key=len)
+    return (len(short) >= 3 and long.startswith(short)) or edits(left, right) <= max(1, len(short) // 4)
 
 
 def did_you_mean(names: Iterable[str]) -> str:

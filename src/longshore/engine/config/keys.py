@@ -106,3 +106,16 @@ def refused(name: str, kind: Kind, harmless: tuple[object, ...], what: str, **mo
 def switch(name: str, what: str) -> Key:
     """Return a refused boolean key, which has to be false or left out."""
     return refused(name, BOOLEAN, (False,), what)
+
+
+NOT_KEYS: dict[str, str] = {
+    "checkpoint_activations": "checkpointing is switched on in the model, with longshore.checkpointing or the model's "
+    "own gradient_checkpointing_enable(), and the section activation_checkpointing only tunes it; remove the key",
+    "gradient_checkpointing": "checkpointing is switched on in the model, with longshore.checkpointing or the model's "
+    "own gradient_checkpointing_enable(); remove the key",
+    "partitioned_activations": "the key is partition_activations",
+    "opt_level": "it is apex's, which longshore does not use: enable bf16, fp16 or torch_autocast, and remove it",
+    "max_grad_norm": "the key is gradient_clipping, at the top of the file",
+    "lr": "a learning rate is optimizer.params.lr",
+}
+"""Names that people write although no version ever read them, with what to do."""

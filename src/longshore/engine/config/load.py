@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel, Problem
 from longshore.engine.config.batch import DEEPSPEED, OURS, BatchNumbers, check_world_size, resolve
-from longshore.engine.config.model import MONITORS, Config, LossScaling
+from longshore.engine.config.model import MONITORS, Config, FlopsProfilerConfig, LossScaling
 from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, check_encodable, check_states_seed
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.config.schedulers import SCHEDULERS
@@ -116,7 +116,7 @@ def _translate(
     if fields.get("steps_per_print") == math.inf:
         fields["steps_per_print"] = None
     readers = (_precision_fields, _clipping_fields, _offload_fields, _states_fields, _param_fields, _wrap_fields)
-    for read in (*readers, _monitor_fields, _named_fields):
+    for read in (*readers, _monitor_fields, _profiler_fields, _named_fields):
         fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)
@@ -223,6 +223,15 @@ def _monitor_fields(reading: Reading) -> dict[str, Any]:
             given = {name: reading.values.get(f"{section}.{name}") for name in model.model_fields}
             fields[section] = model(**{name: value for name, value in given.items() if value})
     return fields
+
+
+def _profiler_fields(reading: Reading) -> dict[str, Any]:
+    """Read ``flops_profiler`` if it is enabled. An empty ``output_file`` counts as left out."""
+    start = "flops_profiler."
+    if not reading.values.get(f"{start}enabled"):
+        return {}
+    given = {name: reading.values.get(f"{start}{name}") for name in FlopsProfilerConfig.model_fields}
+    return {"flops_profiler": FlopsProfilerConfig(**{k: v for k, v in given.items() if v not in (None, "")})}
 
 
 def _wrap_fields(reading: Reading) -> dict[str, Any]:

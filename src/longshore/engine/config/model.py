@@ -66,6 +66,24 @@ class WandbConfig(FrozenModel):
     group: _MaybeText = None
 
 
+class FlopsProfilerConfig(FrozenModel):
+    """A profile of one step: times, and floating-point operations as ``torch.utils.flop_counter`` counts them.
+
+    Attributes:
+        profile_step: how many steps come before that one.
+        module_depth: depth of the modules of which the largest are listed, from the model's own, 0; -1: any.
+        top_modules: how many classes are listed for each depth.
+        detailed: whether every module is listed.
+        output_file: where the profile is written; None: it is printed.
+    """
+
+    profile_step: Annotated[int, AT_LEAST_0] = 1
+    module_depth: Annotated[int, Number(-1, whole=True)] = -1
+    top_modules: Annotated[int, AT_LEAST_0] = 1
+    detailed: bool = True
+    output_file: _MaybeText = None
+
+
 MONITORS: dict[str, type[FrozenModel]] = {
     "tensorboard": TensorBoardConfig,
     "wandb": WandbConfig,
@@ -172,6 +190,7 @@ class Config(FrozenModel):
             bandwidths, hit rate, memory. None: it does not.
         wandb: rank 0 writes these metrics to Weights & Biases.
         csv_monitor: rank 0 writes these metrics to a CSV file.
+        flops_profiler: rank 0 prints the times and the floating-point operations of one step. None: it does not.
         steps_per_print: rank 0 prints a line every so many steps. Default: never.
         wall_clock_breakdown: the lines of ``steps_per_print`` have the times of forward, backward and step.
         dump_state: rank 0 prints ``engine.explain()`` when the engine is made.
@@ -227,6 +246,7 @@ class Config(FrozenModel):
     tensorboard: TensorBoardConfig | None = None
     wandb: WandbConfig | None = None
     csv_monitor: CsvConfig | None = None
+    flops_profiler: FlopsProfilerConfig | None = None
     steps_per_print: _MaybeCount = None
     wall_clock_breakdown: bool = False
     dump_state: bool = False

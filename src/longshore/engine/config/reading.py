@@ -23,8 +23,8 @@ from longshore.engine.config.base import (
     quoted,
     shown,
 )
-from longshore.engine.config.keys import Auto, Key, Treatment, joined
-from longshore.engine.config.table import KEYS, NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
+from longshore.engine.config.keys import NOT_KEYS, Auto, Key, Treatment, joined
+from longshore.engine.config.table import KEYS, OLD_SECTIONS, SECTIONS, TABLE
 from longshore.engine.config.values import WrongValueError
 
 _MOST_BYTES = 1 << 20
@@ -169,10 +169,13 @@ class Reading:
             if (section, name) not in KEYS:
                 self.problem(f"auto[{path!r}]", unknown(section, name), value)
         self._converted: dict[str, list[str]] = {}
+        self._comments: list[str] = []
         self._section(data, "")
         self._replace_old_names()
         for how, found in self._converted.items():
             self.notes.append(f"{how}: {', '.join(found)}")
+        if self._comments:
+            self.notes.append(f"{', '.join(self._comments)}: read as a comment, and ignored, as DeepSpeed ignores it")
 
     def problem(self, path: str, what: str, value: Any = NOTHING) -> None:
         self.problems.append(Problem(path, what, value))
@@ -189,6 +192,8 @@ class Reading:
                 self._old_section(name, value)
             elif path in SECTIONS and "." not in name:
                 self._enter(value, path)
+            elif key is None and section in _WITH_COMMENTS and _is_comment(name, section):
+                self._comments.append(path)
             elif key is None and not section and _unknown_keys_warn():
                 self.notes.append(f"{self._advice('', name)}. It is ignored, as {UNKNOWN_KEYS}=warn asks")
             elif key is None or (of and key.of and of not in key.of):
@@ -290,6 +295,23 @@ def _unknown_keys_warn() -> bool:
     return wanted == "warn"
 
 
+_WITH_COMMENTS = ("", "optimizer", "scheduler", "activation_checkpointing", "flops_profiler")
+"""Sections in which DeepSpeed ignores keys that it does not know."""
+
+
+def _is_comment(name: object, section: str) -> bool:
+    """Return whether a key that is not known is a person's way of writing a comment, such as ``_comment``."""
+    if not isinstance(name, str):
+        return False
+    if name.lower() in ("comment", "comments"):
+        return True
+    return name.startswith(("_", "//", "#")) and not any(
+        abs(len(each) - len(known)) <= 1 and edits(each, known) <= 1  # a slip, or a key that was switched off
+        for known in names_in(section)
+        for each in (name, name.strip("_/# "))
+    )
+
+
 def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
@@ -312,10 +334,12 @@ def unknown(section: str, name: object, of: str = "") -> str:
     if not isinstance(name, str):
         return f"{said}; keys are strings"
     parent, _, last = name.rpartition(".")
-    if name in SECTIONS or (parent, last) in KEYS:
+    if parent and (name in SECTIONS or (parent, last) in KEYS):
         return f"{said}; sections are objects in objects, so write {quoted(last)} inside {quoted(parent)}"
     if name in NOT_KEYS:
         return f"{said}; {NOT_KEYS[name]}"
+    if _is_comment(name, section):
+        return f"{said}, and DeepSpeed refuses it there too; move the comment to the file's top level, or remove it"
     elsewhere = _elsewhere(name, section)
     near = candidates(name, names_in(section, of))
     if elsewhere:  # The name is right but in the wrong section, unless it is one edit away from a name of this section.

@@ -154,7 +154,10 @@ _ZERO = (
              "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
     accepted("pipeline_loading_checkpoint", BOOLEAN, "It is about loading at stage 3, not about training."),
     refused("zero_hpz_partition_size", AT_LEAST_0, (0, 1), "longshore shards parameters over all ranks; leave it out"),
-    switch("zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients", _QUANTIZED),
+    switch("zero_quantized_weights zero_quantized_nontrainable_weights", "true gathers parameters as 8-bit integers, "
+           "and the model computes with other weights than those that are trained; set it to false"),
+    switch("zero_quantized_gradients", "true exchanges gradients as 4-bit integers, and steps have other gradients "
+           "than those of the model; set it to false"),
     refused("zeropp_loco_param", Block({}), (), _QUANTIZED),
     refused("mics_shard_size", _FROM_MINUS_1, (-1,), _ALL_RANKS),
     switch("mics_hierarchical_params_gather", _ALL_RANKS),
@@ -175,6 +178,7 @@ _LOGGING_AND_OTHERS = (
     setting("dump_state"),
     switch("memory_breakdown", "call engine.explain(), which has the bytes by kind"),
     accepted("log_level", TEXT, "It sets what DeepSpeed's own logger prints."),
+    accepted("log", Either((BOOLEAN, TEXT, Block({}))), "No version of DeepSpeed reads it."),
     accepted("vocabulary_size", AT_LEAST_1, "DeepSpeed uses it for a warning only."),
     accepted("disable_python_gc", BOOLEAN, "It switches Python's garbage collector, which longshore leaves alone."),
     accepted("seq_parallel_communication_data_type", DTYPE, "DeepSpeed reads it with sequence parallelism only."),
@@ -329,12 +333,13 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         accepted("online", BOOLEAN, _OFF),
     ),
     "flops_profiler": (
-        switch("enabled", "use torch.utils.flop_counter; set enabled to false"),
-        accepted("recompute_fwd_factor", NOT_NEGATIVE, _OFF),
-        accepted("profile_step top_modules", AT_LEAST_0, _OFF),
-        accepted("module_depth", _FROM_MINUS_1, _OFF),
-        accepted("detailed", BOOLEAN, _OFF),
-        accepted("output_file", TEXT, _OFF),
+        honoured("enabled", BOOLEAN, "Rank 0 prints the times and the floating-point operations of one step."),
+        accepted("recompute_fwd_factor", NOT_NEGATIVE, "The operations of backward are counted, recomputed ones too."),
+        honoured("profile_step", AT_LEAST_0, "How many steps come before that one. Default: 1."),
+        honoured("top_modules", AT_LEAST_0, "How many classes of modules are listed for each depth. Default: 1."),
+        honoured("module_depth", _FROM_MINUS_1, "The last depth for which they are; -1 (default): the deepest."),
+        honoured("detailed", BOOLEAN, "Every module is listed. Default: true."),
+        honoured("output_file", TEXT, "Where the profile is written. Default: it is printed."),
     ),
     "comms_logger": (
         switch("enabled", "use torch.profiler; set enabled to false"),
@@ -366,17 +371,6 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
 }
 
 # fmt: on
-NOT_KEYS: dict[str, str] = {
-    "checkpoint_activations": "checkpointing is switched on in the model, with longshore.checkpointing or the model's "
-    "own gradient_checkpointing_enable(), and the section activation_checkpointing only tunes it; remove the key",
-    "gradient_checkpointing": "checkpointing is switched on in the model, with longshore.checkpointing or the model's "
-    "own gradient_checkpointing_enable(); remove the key",
-    "partitioned_activations": "the key is partition_activations",
-    "max_grad_norm": "the key is gradient_clipping, at the top of the file",
-    "lr": "a learning rate is optimizer.params.lr",
-}
-"""Names that people write although no version ever read them, with what to do."""
-
 OLD_SECTIONS = {"bfloat16": "bf16"}
 """Sections under a name that they no longer have."""
 
