@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longshore.plan import simulation
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import PlanMachine, Seconds, Work
 from longshore.plan.simulation import (
@@ -136,6 +137,35 @@ def test_without_offload_the_device_steps() -> None:
     # And reads the gradients for their norm: 2 of 28 bytes.
     assert found.exposed_s == pytest.approx(2 + 2 * 2 / 28)
     assert {span.track for span in found.spans} == {Track.COMPUTE}
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 4, 5, 6, 100])
+def test_without_offload_the_device_adds(accumulation: int) -> None:
+    """A second to make the sum of a layer, 10 / 16 of one to add to it. The last one comes behind backward."""
+    job = replace(JOB, accumulation=accumulation)
+    found = run(2, PlanChoice(0, "none"), job, device_memory_bytes_per_s=N * 16.0, host_bytes_per_s=1.0)
+    last = 1.0 if accumulation == 2 else 10 / 16
+    sums = 2 * (1.0 + (accumulation - 2) * 10 / 16)
+    assert found.compute_s == pytest.approx(6.0 * accumulation + sums - last)
+    assert found.exposed_s == pytest.approx(last + 2 * 28 / 16 + 2 * 2 / 16)
+    assert found.step_s == pytest.approx(found.compute_s + found.exposed_s)
+    assert found.busy_s == {Track.COMPUTE.value: pytest.approx(found.step_s)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("place", "staged"), [("none", True), ("cpu", True), ("cpu", False)])
+def test_steps_of_many_backwards_are_as_if_all_were_simulated(
+    stage: int, place: Any, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, ranks = replace(JOB, accumulation=9), {"ranks": 2, "ranks_per_host": 2, "staged": staged}
+    quick = run(3, PlanChoice(stage, place), job, exchange_bytes_per_s=3.0 * N, **ranks)
+    monkeypatch.setattr(simulation, "_MOST_BACKWARDS", 100)
+    whole = run(3, PlanChoice(stage, place), job, exchange_bytes_per_s=3.0 * N, **ranks)
+    assert len(whole.spans) > len(quick.spans)
+    for name in ("step_s", "exposed_s", "compute_s", "waited_s"):
+        assert getattr(quick, name) == pytest.approx(getattr(whole, name)), name
+    assert quick.busy_s == pytest.approx(whole.busy_s)
+    assert whole.step_s == pytest.approx(whole.compute_s + whole.waited_s + whole.exposed_s)
 
 
 def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:

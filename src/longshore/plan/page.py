@@ -13,6 +13,9 @@ from longshore.kernels import StateFormat
 from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
 
+_SHOWN_SHARE = 0.005
+"""Waits of forward and backward are told from this share of a step on."""
+
 
 def values(plan: Plan) -> dict[str, Any]:
     """Return the plan as values for JSON, in bytes and seconds."""
@@ -169,8 +172,9 @@ def tail(plan: Plan) -> Iterator[str]:
         f"  a step takes {_time(times.step_s)}: {_time(times.compute_s)} are forward and backward, and "
         f"{_time(times.exposed_s)} come after them (exposed); {tokens_a_step(plan) / times.step_s:,.0f} tokens/s"
     )
-    if best.choice.streams:
-        yield f"  forward and backward wait {_time(times.waited_s)} for parameters"
+    if best.choice.streams or times.waited_s > _SHOWN_SHARE * times.step_s:
+        what = "parameters" if best.choice.streams else "other ranks"
+        yield f"  forward and backward wait {_time(times.waited_s)} for {what}"
     if plan.job.checkpointing:
         yield (
             "  activation checkpointing is switched on in the model, not in the configuration: call its "

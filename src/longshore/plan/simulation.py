@@ -7,7 +7,7 @@ event takes, and the order in which backward asks for events.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.plan.event_simulator import EventSimulator, Span
@@ -68,8 +68,8 @@ _FURTHER_EVENTS: Mapping[str, Row] = {
 }
 """Events that the engine's tables do not have."""
 
-_MOST_BACKWARDS = 3
-"""Maximum number of backwards that are simulated: all between the first and the last are alike."""
+_MOST_BACKWARDS = 5
+"""Maximum number of backwards that are simulated: the second makes sums, and from the third on all are alike."""
 _OUT_OF_PLACE = 0.93 / 0.74
 """How much longer a pass into a spare takes than one in place (docs/results: the bandwidth that each reaches)."""
 _FLOAT_BYTES = 4
@@ -81,7 +81,7 @@ class Simulation:
 
     step_s: float  # from the first forward to the end of ``step()``
     exposed_s: float  # the part after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it
-    compute_s: float  # forward and backward alone
+    compute_s: float  # forward and backward alone, with the sums of gradients that run on the same track
     busy_s: Mapping[str, float]  # by track
     spans: tuple[Span, ...]  # all simulated events; of accumulated backwards only a few
 
@@ -134,19 +134,28 @@ class _Step:
 
     def run(self) -> Simulation:
         backwards = min(self._job.accumulation, _MOST_BACKWARDS)
-        ends = []
+        done = []  # after each backward: when it ended, and the times of the tracks
         for number in range(backwards):
             self._forward()
             self._backward(number, last=number == backwards - 1)
-            ends.append(self._time.last(ARRIVE))
+            done.append((self._time.last(ARRIVE), {**self._time.busy}))
         self._norm()
         self._commit()
-        skipped = (self._job.accumulation - backwards) * (ends[1] - ends[0]) if backwards > 2 else 0.0
-        step, computed = self._time.end + skipped, ends[-1] + skipped
-        busy = {track.value: seconds for track, seconds in self._time.busy.items() if seconds > 0}
-        compute = sum(span.end_s - span.begin_s for span in self._time.spans if span.name in (FORWARD, ARRIVE))
-        compute *= self._job.accumulation / backwards
-        return Simulation(step, step - computed, compute, busy, tuple(self._time.spans))
+        step, computed, busy = self._time.end, done[-1][0], {**self._time.busy}
+        parts = (FORWARD, ARRIVE) if self._copies else (FORWARD, ARRIVE, ADD)
+        compute = self._seconds_of(parts, 0.0, computed)
+        if skipped := self._job.accumulation - backwards:
+            (begun, before), (ended, after) = done[-3:-1]
+            step, computed = step + skipped * (ended - begun), computed + skipped * (ended - begun)
+            compute += skipped * self._seconds_of(parts, begun, ended)
+            busy = {track: seconds + skipped * (after[track] - before[track]) for track, seconds in busy.items()}
+        busy_s = {track.value: seconds for track, seconds in busy.items() if seconds > 0}
+        return Simulation(step, step - computed, compute, busy_s, tuple(self._time.spans))
+
+    def _seconds_of(self, names: Sequence[str], begin_s: float, end_s: float) -> float:
+        """Return the time of all events of some kinds that run from ``begin_s`` to ``end_s``."""
+        spans = [span for span in self._time.spans if span.name in names]
+        return sum(max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s)) for span in spans)
 
     # -- forward and backward -------------------------------------------------
 
@@ -238,7 +247,7 @@ class _Step:
         self._time.run(COPY_TO_HOST, tile.key, seconds, tile.sources)
         if number > 0 and self._each_backward:
             num_bytes = self._sum_bytes(tile.numel, tile.gradient_bytes / tile.numel, number)
-            self._time.run(ADD, tile.key, self._host_s(num_bytes))
+            self._time.run(ADD, tile.key, self._pass_s(num_bytes))
         if last and self._offloads and (tile.ahead or self._early_norms):
             self._ahead.append(tile)
 
@@ -330,7 +339,7 @@ class _Step:
     # -- how long things take -------------------------------------------------
 
     def _pass_s(self, num_bytes: float) -> float:
-        """Return the time of a pass, which reads and writes state, reads gradients and writes parameters."""
+        """Return the time of a pass over what is where the optimizer's state is: states, sums of gradients."""
         return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)
 
     def _transform_s(self, matrix: MatrixJob) -> float:
