@@ -35,7 +35,22 @@ def test_sizes(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "much", "12 parsecs", "GB", "-1GB", "0GB", "0.2", "1GB/s", "nan", "1e999", "5 Gb/s", "9" * 400, str(2**63)],
+    [
+        "",
+        "much",
+        "12 parsecs",
+        "GB",
+        "-1GB",
+        "0GB",
+        "0.2",
+        "1GB/s",
+        "nan",
+        "1e999",
+        "5 Gb/s",
+        "9" * 400,
+        str(2**63),
+        "1e308GB",
+    ],
 )
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"80GB, 64GiB or 2TB"):

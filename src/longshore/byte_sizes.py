@@ -58,8 +58,8 @@ def parse_scaled(text: str, units: tuple[str, ...], what: str) -> float:
         if suffix.endswith(unit) and suffix.removesuffix(unit) in _PREFIXES
     ]
     value = float(found[1].replace(",", "").replace("_", "")) if found else math.nan
-    if found is None or not scales or not math.isfinite(value):
-        raise ValueError(f"{text!r} is not {what}; write it so")
+    if found is None or not scales or not math.isfinite(value * scales[0]):
+        raise ValueError(f"{text[:60]!r} is not {what}; write it so")
     if value <= 0:
         raise ValueError(f"{text!r} is not above zero; write {what}")
     return value * scales[0]

@@ -329,5 +329,8 @@ class TestSaveFile:
         assert os.listdir(tmp_path) == []
         with pytest.raises(CommandError, match="is a folder: give the name of a file"):
             check_writable(tmp_path, "--out")
-        with pytest.raises(CommandError, match=r"there is no folder .*nowhere: make it"):
-            check_writable(tmp_path / "nowhere" / "picture.png", "--out")
+        check_writable(tmp_path / "new" / "folder" / "picture.png", "--out")
+        assert os.listdir(tmp_path) == []
+        (tmp_path / "file").touch()
+        with pytest.raises(CommandError, match=r"/file is not a folder: choose another"):
+            check_writable(tmp_path / "file" / "folder" / "picture.png", "--out")

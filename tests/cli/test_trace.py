@@ -111,9 +111,14 @@ def test_the_weights_are_the_same(trained, tmp_path):
     assert trained("--trace", tmp_path / "trace.html").differing(trained()) == []
 
 
+def test_its_folder_is_made(train, tmp_path):
+    page = tmp_path / "a" / "b" / "trace.html"
+    assert train("--trace", page).code == 0
+    assert {path.name for path in page.parent.iterdir()} == {"trace.html", "trace.json"}
+
+
 def test_into_the_folder_of_the_run(train, tmp_path, results):
     out = tmp_path / "run"
-    out.mkdir()
     assert train("--out", out, "--trace", out / "trace.html").code == 0
     assert {"trace.html", "trace.json", "model.safetensors"} <= results(out).names
     assert results(out).run["settings"]["trace"] == str(out / "trace.html")
@@ -162,14 +167,15 @@ class TestRefused:
         "name, message",
         [
             (".", "is a folder: give the name of a file"),
-            ("nowhere/trace.html", "nowhere: make it, or choose another"),
-            ("text.txt/trace.html", "text.txt: make it, or choose another"),
+            ("text.txt/trace.html", "text.txt is not a folder: choose another"),
+            ("text.txt/a/trace.html", "text.txt is not a folder: choose another"),
             ("trace.json", "trace.json is for JSON beside it: name it .html"),
             ("taken.html", "taken.json is a folder: give the name of a file"),
         ],
     )
     def test_paths(self, train, tmp_path, name, message):
         (tmp_path / "taken.json").mkdir()
+        (tmp_path / "text.txt").touch()
         before = set(tmp_path.iterdir())
         ran = train("--trace", tmp_path / name)
         assert ran.code == 2 and message in ran.refused() and "--trace" in ran.refused()

@@ -22,6 +22,7 @@ from longshore.cli.terminal import SettingsError
 T = TypeVar("T")
 
 _METAVAR_LETTERS = 14
+_MOST_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Option:
         help: what ``--help`` says about it.
         panel: the heading under which ``--help`` lists it.
         flag: the option's name, if it differs from the field's: ``--data``, or ``--offload/--no-offload``.
-        at_least, at_most: inclusive bounds of a number. A bounded float also has to be finite.
+        at_least, at_most: inclusive bounds of a number; an integer has at most 64 bits in any case. A bounded float
+            also has to be finite.
         multiple_of: a divisor of the number.
         choices: the texts that are accepted.
         parse: makes the value from the text; the message of its ``ValueError`` is shown after the option's name.
@@ -107,8 +109,9 @@ class OptionField(NamedTuple):
             raise SettingsError(f"{flag} must be a finite number, not {value}")
         if option.at_least is not None and value < option.at_least:
             raise SettingsError(f"{flag} must be at least {option.at_least}, not {value}")
-        if option.at_most is not None and value > option.at_most:
-            raise SettingsError(f"{flag} must be at most {option.at_most}, not {value}")
+        most = _MOST_INTEGER if option.at_most is None and isinstance(value, int) else option.at_most
+        if most is not None and value > most:
+            raise SettingsError(f"{flag} must be at most {most}, not {value}")
         if option.multiple_of > 1 and value % option.multiple_of:
             raise SettingsError(f"{flag} must be a multiple of {option.multiple_of}, not {value}")
 

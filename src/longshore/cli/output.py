@@ -247,8 +247,10 @@ class MetricsFile:
 
 
 def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
-    """Let ``save`` write the file ``path`` atomically, in any folder. An error names ``option``."""
+    """Let ``save`` write the file ``path`` atomically, in any folder, which is made if there is none. An error names
+    ``option``."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # A folder that nobody else can write into: a link in place of the file would be followed.
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.writing-", dir=path.parent) as folder:
             beside = Path(folder) / path.name
@@ -263,10 +265,11 @@ def check_writable(path: Path, option: str) -> None:
     """Raise now the error that ``save_file`` would raise at the end."""
     if path.is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
-    if not path.parent.is_dir():
-        raise CommandError(f"{option} {path}: there is no folder {path.parent}: make it, or choose another", USAGE)
+    folder = next(each for each in path.parents if each.exists() or each == each.parent)
+    if not folder.is_dir():
+        raise CommandError(f"{option} {path}: {folder} is not a folder: choose another", USAGE)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.writing-", dir=path.parent):
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.writing-", dir=folder):
             pass
     except OSError as error:
         raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error

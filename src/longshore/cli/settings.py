@@ -56,7 +56,7 @@ _data, _model, _training, _engine, _output = (
     partial(Option, panel=panel) for panel in ("Data", "Model", "Training", "Engine", "Output")
 )
 _part = partial(_model, "Replaces the number of --size.", at_least=1)
-_width = partial(_part, at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)
+_width = partial(_part, at_least=NUMEL_MULTIPLE, at_most=1 << 20, multiple_of=NUMEL_MULTIPLE)
 
 # Options of more than one command; each command has its own default.
 DataPaths = Annotated[
@@ -110,8 +110,8 @@ class ShapeSettings(CommandSettings):
     size: Size = "small"
     hidden_size: Annotated[int | None, _width()] = None
     intermediate_size: Annotated[int | None, _width()] = None
-    layers: Annotated[int | None, _part()] = None
-    heads: Annotated[int | None, _part()] = None
+    layers: Annotated[int | None, _part(at_most=10_000)] = None
+    heads: Annotated[int | None, _part(at_most=1 << 16)] = None
 
     def shape(self) -> Shape:
         return Shape(**{name: getattr(self, name) or value for name, value in SIZES[self.size].__dict__.items()})
