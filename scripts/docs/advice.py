@@ -23,6 +23,7 @@ BY_CLASS = {
     "ParameterError": "build the optimizer or the engine after moving or converting the model; with "
     "`detect_writes=False`, `refresh_master()` after writes that torch cannot see",
     "BrokenStateError": "load weights and `optimizer.load_state_dict`, on every rank, or a checkpoint",
+    "HostMemoryError": "free memory, or raise the limit of the process, and call again",
     "RankError": "mend the loop so that all ranks do the same, `zero_grad()` on every rank; where one ended, start "
     "again from a checkpoint",
     "CheckpointError": "what was there before still is; take another checkpoint (`longshore inspect DIR --verify`)",

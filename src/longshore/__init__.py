@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from longshore.errors import BrokenStateError as BrokenStateError
     from longshore.errors import CheckpointError as CheckpointError
     from longshore.errors import GradientError as GradientError
+    from longshore.errors import HostMemoryError as HostMemoryError
     from longshore.errors import LongshoreError as LongshoreError
     from longshore.errors import NoCheckpointError as NoCheckpointError
     from longshore.errors import ParameterError as ParameterError
@@ -54,8 +55,8 @@ _HOMES = {
     "longshore.engine.gathering": "gather",
     "longshore.engine.loss_scale": "LossScaleError",
     "longshore.engine.ranks": "RendezvousError",
-    "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError NoCheckpointError "
-    "ParameterError RankError",
+    "longshore.errors": "BrokenStateError CheckpointError GradientError HostMemoryError LongshoreError "
+    "NoCheckpointError ParameterError RankError",
     "longshore.optim": "SGD Adagrad Adam AdamW Lion Muon Offload muon_groups",
     "longshore.streaming": "Stream stream",
     "longshore.tracing": "annotate trace",

@@ -19,6 +19,14 @@ class ParameterError(LongshoreError):
     could not see it."""
 
 
+class HostMemoryError(LongshoreError, MemoryError):
+    """Host memory for the optimizer's state that the system does not give.
+
+    Raised by the first ``step()`` before any parameter changes. The gradients are kept: once there is memory,
+    ``step()`` can be called again.
+    """
+
+
 class BrokenStateError(LongshoreError):
     """A step failed half way: some tiles were stepped and some were not.
 

@@ -334,13 +334,20 @@ class TensorFile:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Map a safetensors file; yield it and the names of its tensors. Raises CheckpointError for another file."""
+    """Map a safetensors file; yield it and the names of its tensors. Raises CheckpointError for another file, and if
+    the process may not map it."""
     from safetensors import SafetensorError, safe_open
 
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} is not a regular file")
-        file = safe_open(path, framework="pt")
+        try:
+            file = safe_open(path, framework="pt")
+        except (MemoryError, RuntimeError) as error:  # of safetensors, and of torch, which maps it as well
+            raise CheckpointError(
+                f"{path} of {os.lstat(path).st_size} bytes does not fit into the memory that this process may have "
+                f"({error}): raise its limit (ulimit -v), and load again; the file is not damaged"
+            ) from error
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     with file:

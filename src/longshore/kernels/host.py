@@ -58,7 +58,7 @@ class HostKernels:
             threads = len(cpus or usable_cpus()) if granted is None else granted.host_threads
         usable = set(usable_cpus())
         if absent := [cpu for cpu in cpus if cpu not in usable]:
-            raise ValueError(f"CPU {absent[0]} is not among those that this process may use")
+            raise ValueError(f"CPU {absent[0]} is not among those that this process may use; leave cpu_set out")
         supported = _native.supported_instruction_sets()
         if instruction_set is not None and instruction_set not in supported:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.byte_sizes import format_byte_size
+from longshore.errors import HostMemoryError
 from longshore.kernels import (
     NEVER_NEGATIVE,
     Buffer,
@@ -34,7 +36,21 @@ def allocate_zeros(numel: int) -> Tensor:
     """Allocate float32 zeros that take memory only as they are touched.
 
     Large blocks request huge pages: with 4 KiB pages, address translation takes a good part of a step's time.
+
+    Raises:
+        HostMemoryError: the system gives no such memory.
     """
+    try:
+        return _zeros(numel)
+    except (OSError, RuntimeError, MemoryError) as error:  # of mmap; of torch
+        raise HostMemoryError(
+            f"the optimizer's state needs {format_byte_size(4 * numel)} more of host memory, which the system does not "
+            f"give ({error}): raise the limit of the process (ulimit -v) or free memory, and call again; or need less, "
+            "with another format of states or more ranks"
+        ) from error
+
+
+def _zeros(numel: int) -> Tensor:
     num_bytes = 4 * numel
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.zeros(numel, dtype=torch.float32, device="cpu")  # whatever the default device
