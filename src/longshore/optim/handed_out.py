@@ -77,7 +77,8 @@ class HandedOut:
     def adopt(self, state: Mapping[Any, Any], core: StateOwner) -> None:
         """Watch the tensors of another optimizer whose state, which was loaded, is this one's now: scripts may have
         them."""
-        for record in core.records:
+        # What torch's Adagrad keeps of frozen parameters, from its constructor on, was not loaded.
+        for record in [each for each in core.records if each.has_state]:
             for name, value in state.get(record.parameter, {}).items():
                 if name in record.family.entries and is_plain(value, record, single=name in numbers_of(record)):
                     self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)

@@ -117,6 +117,12 @@ def fill_initial(record: ParameterRecord, store: ParameterStore) -> None:
         store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
 
 
+def _is_initial(state: Mapping[str, Any], family: RuleFamily) -> bool:
+    """Return whether the arrays of a state are those before the first step."""
+    initial = family.initial(History())
+    return all(bool((state[name] == initial.get(name, 0.0)).all()) for name in state.keys() & set(family.states))
+
+
 def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
     store, family = core.store, record.family
@@ -199,7 +205,7 @@ def loadable_state(
         if family.keeps_step and family.needs_step:
             required.add("step")
         loaded = checked_state(record, entries)
-        if loaded.get("step") == 0 and not record.parameter.requires_grad:
+        if loaded.get("step") == 0 and not record.parameter.requires_grad and _is_initial(loaded, family):
             continue  # torch's Adagrad keeps the state of frozen parameters too
         loadable[record.index] = {
             key: value if key in family.entries else as_parameter(value, record.parameter)
