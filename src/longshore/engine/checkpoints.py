@@ -53,17 +53,27 @@ class Resumable(Protocol):
     def in_window(self) -> bool: ...
 
 
-class Checkpoints:
-    """Saves and loads the checkpoints of an engine, whose accumulation window is ``window``."""
+class Saving:
+    """What stays of an engine's checkpoints from one call to the next; ``window`` is its accumulation window."""
 
-    def __init__(self, engine: Resumable, window: Window) -> None:
-        self._engine = engine
-        self._window = window
-        self._group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
-        self._background = Background()
-        self._runs: dict[Path, str] = {}
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
+        self.background = Background()
+        self.runs: dict[Path, str] = {}
         """Identifier of the run in each folder, also after it is resumed from there: ``keep_last`` removes only its own
         checkpoints, and not those of another run that began with the same one."""
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of an engine, which makes one for each call: it refers to the engine."""
+
+    def __init__(self, engine: Resumable, saving: Saving) -> None:
+        self._engine = engine
+        self._saving = saving
+        self._window = saving.window
+        self._background = saving.background
+        self._runs = saving.runs
 
     # -- saving ---------------------------------------------------------------
 
@@ -366,10 +376,10 @@ class Checkpoints:
         ranks = self._engine.ranks
         if (sharded := sharded_store(self._engine.optimizer)) is not None:
             sharded.meet(loading)
-        if self._group is None:
+        if self._saving.group is None:
             several = ranks.world_size > 1
-            self._group = RankGroup(twin_of(ranks.group, ranks.device, backend="gloo") if several else None)
-        return self._group
+            self._saving.group = RankGroup(twin_of(ranks.group, ranks.device, backend="gloo") if several else None)
+        return self._saving.group
 
     @staticmethod
     def _check_same(group: RankGroup, name: str, value: Any) -> None:
@@ -383,9 +393,9 @@ class Checkpoints:
             self.wait()
         finally:
             # After Ctrl-C the save may still run and use the group.
-            if self._group is not None and not self._background.busy:
-                self._group.close()
-                self._group = None
+            if self._saving.group is not None and not self._background.busy:
+                self._saving.group.close()
+                self._saving.group = None
 
 
 def _state_of(holder: Any) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from longshore.accelerator import Stopwatch
 from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
-from longshore.engine.checkpoints import Checkpoints
+from longshore.engine.checkpoints import Checkpoints, Saving
 from longshore.engine.config import Config
 from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
@@ -24,6 +23,7 @@ from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
+from longshore.engine.references import MethodOf, weakly
 from longshore.engine.window import BatchSizes, Window, check_loss
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.optim.interrupts import deferred_interrupts
@@ -70,16 +70,23 @@ class Engine(EngineAttributes):
         # Parts of the engine.
         self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
         self._reports = reports_of(config, ranks, module, optimizer)
-        self._checkpoints = Checkpoints(self, self._window)
-        self.save_checkpoint = self._checkpoints.save
-        self.load_checkpoint = self._checkpoints.load
-        self.wait_for_checkpoint = self._checkpoints.wait
+        self._saving = Saving(self._window)
         self.loss_scaling.hand_to(optimizer)
         # The window ends with the optimizer's step() or zero_grad(), whether the engine or its user calls them.
-        optimizer.register_step_pre_hook(_weakly(self._check_step))
-        optimizer.register_step_post_hook(_weakly(self._end_window))
-        optimizer._core.when_discarded = _weakly(self._end_window, discarded=True)
+        optimizer.register_step_pre_hook(weakly(self._check_step))
+        optimizer.register_step_post_hook(weakly(self._end_window))
+        optimizer._core.when_discarded = weakly(self._end_window, discarded=True)
         self.built = True
+
+    # -- checkpoints ----------------------------------------------------------
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self, self._saving)
+
+    save_checkpoint = MethodOf("_checkpoints", Checkpoints.save)
+    load_checkpoint = MethodOf("_checkpoints", Checkpoints.load)
+    wait_for_checkpoint = MethodOf("_checkpoints", Checkpoints.wait)
 
     # -- forward and backward -------------------------------------------------
 
@@ -143,6 +150,7 @@ class Engine(EngineAttributes):
         finally:
             optimizer._core.store.end_backward(failure)
             window.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
+            del failure  # its cause has a traceback with this frame: a cycle
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1
@@ -365,8 +373,8 @@ class Engine(EngineAttributes):
     # -- the end --------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Discard gradients, wait for pending work, turn the parameters into ordinary ones, and release threads and
-        process groups.
+        """Discard gradients, wait for pending work, turn the parameters into ordinary ones, and release threads,
+        process groups, and the memory of the optimizer's state.
 
         Raises the error of a checkpoint that was being written.
         """
@@ -378,6 +386,7 @@ class Engine(EngineAttributes):
                 self._reports.close()
             self.optimizer._core.source.consumed()  # the parameters' .grad, too
             self.optimizer.close()
+            self.optimizer._core.store.local.release()
             if self._stream is not None:
                 self._stream.close()
             self.ranks.close()
@@ -386,15 +395,3 @@ class Engine(EngineAttributes):
     def _check_alive(self) -> None:
         if self._destroyed:
             raise LongshoreError("engine.destroy() was called, so nothing steps this model; call initialize() again")
-
-
-def _weakly(method: Callable[..., None], **kwargs: Any) -> Callable[..., None]:
-    """Return a function that calls a method of an engine if the engine is alive, and does not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*_: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(**kwargs)
-
-    return call

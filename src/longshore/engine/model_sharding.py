@@ -18,7 +18,7 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded, replace_by_shards
-from longshore.streaming import Stream, stream
+from longshore.streaming import Stream, leave_behind_on_fork, stream
 from longshore.torch_versions import require
 from longshore.units import WrapPolicy, units_with_leaves
 
@@ -78,6 +78,8 @@ def shard_model(
             register_fsdp_forward_method(model, "generate")
     with_memory(model, rest, pinned=rest != ranks.device)
     sharded = FullyShardedModel(model)
+    if rest != ranks.device:
+        leave_behind_on_fork(sharded, list(model.parameters()))
     present = dict(model.named_parameters())
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
     replaced = {name: each for name, each in former.items() if each is not present[name]}

@@ -23,7 +23,7 @@ from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, take_up
+from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, members_of, take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
@@ -164,7 +164,7 @@ class OptimizerCore:
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
             store = self.offload.make_store(records[0].device, self.release_gradients, self.parameters)
-            self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store, _members(self))
+            self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store, members_of(self))
             if annotating():
                 store.set_recorders([Ranges()])
             store.foresee(_OptimizerForecast(self))
@@ -196,7 +196,7 @@ class OptimizerCore:
             else:
                 self.close()
             self._source.replaced_by = fresh._source
-        fresh.source.members = _members(self)
+        fresh.source.members = members_of(self)
         self.handed_out.states.clear()
         self._repeated = None
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
@@ -226,7 +226,10 @@ class OptimizerCore:
             found = self._collect()
         except Exception as error:
             failure = error  # agree() tells the other ranks, which raise too
-        return self.store.agree(found, failure, reading=reading)
+        try:
+            return self.store.agree(found, failure, reading=reading)
+        finally:
+            del failure  # its traceback has this frame: a cycle, with all state in it
 
     @contextlib.contextmanager
     def one_agreement(self) -> Iterator[Mapping[int, Tensor | None]]:
@@ -377,12 +380,6 @@ class OptimizerCore:
         if not all(name in local.arrays or name == self.family.matrix_state for name in names):
             known = [name for name in self.family.states if name != self.family.matrix_state]
             local.set_states([name for name in known if name in names or name in local.arrays])
-
-
-def _members(core: OptimizerCore) -> Callable[[], set[int]]:
-    """Return ``core.members``, as a function that does not keep the core alive."""
-    alive = weakref.proxy(core)
-    return lambda: alive.members()
 
 
 class _OptimizerForecast(Forecast):

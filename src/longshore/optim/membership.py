@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,12 @@ class GroupOwner(StateOwner, Protocol):
 def member_ids(groups: Sequence[Mapping[str, Any]]) -> set[int]:
     """Return ``id(parameter)`` of the parameters that are in the groups now."""
     return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def members_of(core: GroupOwner) -> Callable[[], set[int]]:
+    """Return ``core.members``, as a function that does not keep the core alive."""
+    alive = weakref.proxy(core)
+    return lambda: alive.members()
 
 
 def check_once(core: GroupOwner) -> None:

@@ -39,29 +39,30 @@ class ShardedStore(ParameterStore):
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
-    ``local`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        self.local = local
+        self._local = local
         self.broken: BaseException | None = None
         self.recorders: tuple[Recorder, ...] = ()
         self.ownership = ownership
-        self.transfer = local.transfer
-        self.collectives = ownership.collectives
+        self.transfer, self.collectives = local.transfer, ownership.collectives
         self._settings = settings
         self.window = ownership.window
         self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
         self._codings: dict[int, Coding] = {}  # of whole parameters, unless their states are float32
         self._matrix_state = ""
-        self._matrices: dict[int, MatrixLayout] = {}
-        """Parameters that are matrices."""
+        self._matrices: dict[int, MatrixLayout] = {}  # parameters that are matrices
+
+    @property
+    def local(self) -> TileStore:
+        """Tiles of the shard ranges that this rank owns, by the index of the range."""
+        return self._local
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        first = len(self.ownership.buckets)
-        entries, codings = list(parameters), self._codings
-        self.ownership.codings = codings
+        first, entries = len(self.ownership.buckets), list(parameters)
+        self.ownership.codings = codings = self._codings
         added = self.ownership.add(entries, self._settings.bucket_numel)
         owned = {index: self.ownership.owned(index) for index, _, _ in entries if index in codings}
         self.local.set_codings(
@@ -160,8 +161,7 @@ class ShardedStore(ParameterStore):
         finally:
             # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
             window, collectives = self.window, self.collectives
-            lost = window.lost or collectives.differed
-            collectives.differed = False
+            lost, collectives.differed = window.lost or collectives.differed, False
             if lost and not window.given_up:
                 self.ownership.give_up()
             elif not lost and told:

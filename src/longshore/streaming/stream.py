@@ -26,6 +26,7 @@ from longshore.streaming.checks import (
     explain_devices,
     nbytes,
 )
+from longshore.streaming.forked import leave_behind_on_fork
 from longshore.streaming.grad_scaler import wait_for_scales
 from longshore.streaming.methods import NOT_ONE_GRAPH, StreamedMethod
 from longshore.streaming.parameters import Lanes, StreamedParameter
@@ -104,6 +105,7 @@ class Stream:
                 made = StreamedMethod(self, module, block, names[id(module)], method, watched if again else None)
                 self._methods.append(made)
         _streams.add(self)
+        self._ends_guard = leave_behind_on_fork(self, [each.rest for each in self._streamed.values()])
 
     def _block(self, name: str, module: nn.Module, found: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Block:
         """Move the parameters of a block to one piece of pinned memory."""
@@ -185,6 +187,7 @@ class Stream:
         for method in self._methods:
             method.follow().unwrap()
         self._move_buffers(torch.device("cpu"))
+        self._ends_guard()
 
     @torch.compiler.disable(recursive=False, reason=NOT_ONE_GRAPH)
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:

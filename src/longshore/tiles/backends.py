@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -116,7 +117,8 @@ class Backends:
         if self.matrices is None:
             self.matrices = MatrixBackend(self._settings, self._pending_reads, state)
             mine, others = self.matrices.speculator, self.backend.speculator
-            mine.forecast, mine.beside, others.beside = others.forecast, [others], [mine]
+            mine.forecast = others.forecast
+            mine.beside, others.beside = [weakref.proxy(others)], [weakref.proxy(mine)]
             self.matrices.parts.update((index, []) for index in self.backend.parts)
             self.matrices.set_recorders(self.recorders)
         self.matrices.ranges.update(ranges)
@@ -148,6 +150,14 @@ class Backends:
             tile.recorder = self.recorder
         self.tiles += added
         backend.add(added)
+
+    def _forget_tiles(self) -> None:
+        """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""
+        known = self.backend.parts
+        self.backend = Backend(self._settings, self.arrays, self._pending_reads)
+        self.backend.parts.update((index, []) for index in known)
+        self.on_device = self.matrices = None
+        self.tiles = []
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.backend.parts

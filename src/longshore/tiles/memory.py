@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import sys
 import threading
 from collections import deque
@@ -26,43 +24,25 @@ from longshore.kernels import (
     read_state,
 )
 from longshore.layout import SegmentLayout
-from longshore.transfer import CopyHandle, Transfer
+from longshore.transfer import CopyHandle, Transfer, allocate_private
 
-_HUGE_PAGE_BYTES = 2 << 20
 _LARGEST_BLOCK_BYTES = 1 << 30
 
 
 def allocate_zeros(numel: int) -> Tensor:
-    """Allocate float32 zeros that take memory only as they are touched.
-
-    Large blocks request huge pages: with 4 KiB pages, address translation takes a good part of a step's time.
+    """Allocate float32 zeros that take memory only as they are touched, and that forked processes do not get.
 
     Raises:
         HostMemoryError: the system gives no such memory.
     """
     try:
-        return _zeros(numel)
+        return allocate_private(4 * numel).view(torch.float32)
     except (OSError, RuntimeError, MemoryError) as error:  # of mmap; of torch
         raise HostMemoryError(
             f"the optimizer's state needs {format_byte_size(4 * numel)} more of host memory, which the system does not "
             f"give ({error}): raise the limit of the process (ulimit -v) or free memory, and call again; or need less, "
             "with another format of states or more ranks"
         ) from error
-
-
-def _zeros(numel: int) -> Tensor:
-    num_bytes = 4 * numel
-    if num_bytes < _HUGE_PAGE_BYTES:
-        return torch.zeros(numel, dtype=torch.float32, device="cpu")  # whatever the default device
-    if hasattr(mmap, "MAP_PRIVATE"):
-        # The default is shared memory: forked data loaders could write it, and Linux gives it no huge pages.
-        block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        block = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages is slower, but not wrong
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.float32)
 
 
 def allocator_on(device: torch.device) -> Callable[[int], Tensor]:

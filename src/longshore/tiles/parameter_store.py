@@ -25,15 +25,18 @@ class ParameterStore(Protocol):
     """Optimizer state and gradients by parameter.
 
     Attributes:
-        local: the tiles of this process, which have all parameters or this rank's part of them.
         broken: the failure of a commit, or of the loading of a checkpoint, that ended half way; nothing is stepped
             until a whole state is loaded.
         recorders: recorders that receive the events of the tiles.
     """
 
-    local: TileStore
     broken: BaseException | None
     recorders: tuple[Recorder, ...]
+
+    @property
+    def local(self) -> TileStore:
+        """Tiles of this process, which have all parameters or this rank's part of them."""
+        ...
 
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from longshore.errors import GradientError
+from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale, total_of_blocks, zero_elements
 from longshore.tiles.backend import Active, BackendSettings
 from longshore.tiles.backends import Backends
@@ -40,13 +41,19 @@ class TileStore(Backends):
         values_of: Callable[[int], Tensor] | None = None,
     ) -> None:
         super().__init__(settings, gradient_dtype, on_device, ratio, values_of)
-        self.local = self  # fixed
         # Changes when a commit, or the loading of a checkpoint, ends half way.
         self.broken: BaseException | None = None
+        self._released = False
+        self._owner_pid = os.getpid()
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         """The error because of which the window cannot be stepped."""
+
+    @property
+    def local(self) -> TileStore:
+        """See :class:`ParameterStore`; a reference kept here would keep all memory until the garbage collector runs."""
+        return self
 
     def set_states(self, states: Sequence[str]) -> None:
         """Name the state arrays of parameters that are no matrices, in the order in which the rule reads them; arrays
@@ -115,8 +122,11 @@ class TileStore(Backends):
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
         self._check_complete()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback has this frame: a cycle, with the store in it
         return found
 
     def preparing(self, same: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -217,6 +227,16 @@ class TileStore(Backends):
     # -- optimizer state ------------------------------------------------------
 
     def check_usable(self) -> None:
+        if os.getpid() != self._owner_pid and any(tile.buffer is not None for tile in self.tiles):
+            raise LongshoreError(
+                "this process was forked from the one that has the optimizer's state, and has no copy of it: save and "
+                "step there, and build optimizers here after the fork"
+            )
+        if self._released:
+            raise LongshoreError(
+                "engine.destroy() was called, which gave the memory of the optimizer's state back: read and save state "
+                "before it; call initialize() again to train on"
+            )
         if self.broken is not None:
             raise broken_state_error(self.broken)
 
@@ -330,3 +350,8 @@ class TileStore(Backends):
     def close(self) -> None:
         for backend in self.backends:
             backend.close()
+
+    def release(self) -> None:
+        """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then."""
+        self._released = True
+        self._forget_tiles()

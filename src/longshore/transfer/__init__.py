@@ -15,6 +15,7 @@ from longshore.transfer.device import (
     RestingTransfer,
 )
 from longshore.transfer.pinned import PinnedPool, allocate_pinned, part_of
+from longshore.transfer.private import allocate_private, copy_on_fork
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "SimulatedTransfer",
     "Transfer",
     "allocate_pinned",
+    "allocate_private",
+    "copy_on_fork",
     "part_of",
     "transfer_for",
     "wait_for_all",

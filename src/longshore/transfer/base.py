@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import DeviceClock
+from longshore.transfer.private import allocate_private
 
 _copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # one kernel for many small tensors
 
@@ -195,7 +196,7 @@ class Transfer(ABC):
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate host memory that a copy engine can access: uint8 ``[num_bytes]``. Called at start-up only."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return allocate_private(num_bytes)
 
     def mark(self) -> Any:
         """Return the current position of the current stream; any thread may pass it to :meth:`copy_to_host`."""

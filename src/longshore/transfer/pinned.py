@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.transfer.private import private_block
+
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # pyright takes it for None where torch has no CUDA
@@ -36,13 +38,7 @@ def allocate_pinned(num_bytes: int) -> Tensor:
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    block = _PinnedBlock(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # After a fork (of data loaders) the first write would move a page away from where the copy engines look.
-        block.madvise(mmap.MADV_DONTFORK)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin, and to translate addresses of
-        with contextlib.suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)
+    block = private_block(_PinnedBlock, num_bytes)  # with huge pages there are fewer to pin
     memory = torch.frombuffer(block, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError, AssertionError):  # the latter where torch has no CUDA
         torch.cuda.check_error(int(_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))

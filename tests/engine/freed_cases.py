@@ -1,0 +1,56 @@
+"""Engines whose memory is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from freed import private_bytes, without_collector
+from torch import nn
+
+import longshore
+
+SIDE = 768
+"""Of a matrix whose states are whole huge pages, in each format and in halves."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE, bias=False))
+
+
+def configuration(stage: int = 2, states: str = "fp32", super_offload: bool = False, **keys: Any) -> dict[str, Any]:
+    offload = {"device": "cpu", "states": states, "super_offload": super_offload}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": offload},
+        **keys,
+    }
+
+
+def start(client: bool = False, **settings: Any) -> Any:
+    model, config = network(), configuration(**settings)
+    optimizer = None
+    if client:
+        del config["optimizer"]
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return longshore.initialize(model=model, config=config, optimizer=optimizer).engine
+
+
+def train(engine: Any) -> None:
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(1, SIDE)).square().mean())
+        engine.step()
+
+
+def destroyed(stage: int) -> int:
+    """The bytes that stay when an engine was destroyed, and that its user still has."""
+    with without_collector():
+        before = private_bytes()
+        engine = start(stage=stage)
+        train(engine)
+        assert private_bytes() - before >= 2 * SIDE * SIDE
+        engine.destroy()
+        return private_bytes() - before

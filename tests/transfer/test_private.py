@@ -1,0 +1,61 @@
+"""Private memory: a forked process has none of it, and costs the parent nothing."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from forks import huge_pages, in_child, memory_at, sleeping_child
+from torch import Tensor
+
+from longshore.tiles.memory import allocate_zeros
+from longshore.transfer import SimulatedTransfer, copy_on_fork
+from longshore.transfer.private import private_block
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+NUM_BYTES = 16 << 20
+WAYS: dict[str, Callable[[], Tensor]] = {
+    "states, spares and sums": lambda: allocate_zeros(NUM_BYTES // 4).view(torch.uint8),
+    "slots": lambda: SimulatedTransfer().allocate(NUM_BYTES),
+    "blocks that are pinned": lambda: torch.frombuffer(private_block(mmap.mmap, NUM_BYTES), dtype=torch.uint8),
+}
+
+
+@pytest.fixture(params=WAYS)
+def memory(request: pytest.FixtureRequest) -> Tensor:
+    return WAYS[request.param]().fill_(7)
+
+
+def test_a_fork_takes_neither_memory_nor_huge_pages(memory: Tensor) -> None:
+    before = memory_at(memory.data_ptr())
+    assert before["Rss"] >= NUM_BYTES
+    if huge_pages():
+        assert before["AnonHugePages"] >= NUM_BYTES // 2
+    with sleeping_child() as child:
+        memory.fill_(8)
+        after = memory_at(memory.data_ptr())
+        assert memory_at(memory.data_ptr(), child).get("Rss", 0) == 0
+    assert after["AnonHugePages"] == before["AnonHugePages"] and after["Rss"] == before["Rss"]
+    assert bool((memory == 8).all())
+
+
+def test_a_child_finds_zeros_and_writes_its_own(memory: Tensor) -> None:
+    assert in_child(lambda: [int(memory.max()), int(memory.fill_(3).min())]) == "[0, 3]"
+    assert bool((memory == 7).all())
+
+
+def test_memory_that_is_ordinary_again_is_copied(memory: Tensor) -> None:
+    copy_on_fork([memory[100:]])
+    assert in_child(lambda: int(memory.min())) == "7"
+
+
+def test_a_kernel_that_cannot_wipe_leaves_the_child_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.transfer.private._MADV_WIPEONFORK", -1)
+    memory = allocate_zeros(NUM_BYTES // 4).fill_(7)
+    with sleeping_child() as child:
+        assert memory_at(memory.data_ptr(), child) == {}
+    copy_on_fork([memory])
+    assert in_child(lambda: int(memory.min())) == "7"
