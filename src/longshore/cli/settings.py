@@ -201,7 +201,9 @@ class OptimizerSettings(CommandSettings):
         int | str, _training(_MEMORY, parse=_parse_speculation_memory, metavar="<memory>")
     ] = 0
     states: Annotated[str, _training(_STATES, choices=STATES)] = "fp32"
-    states_seed: Annotated[int, _training("Seed of the rounding that --states does.", at_least=0)] = 0
+    states_seed: Annotated[
+        int, _training("Seed of the rounding that --states does.", at_least=0, at_most=2**63 - 1)
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

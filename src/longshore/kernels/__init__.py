@@ -38,6 +38,7 @@ from longshore.kernels.formats import (
     NEVER_NEGATIVE,
     Coding,
     StateFormat,
+    is_seed,
     parse_state_format,
     stream_of,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "element_bytes",
     "float32_arrays",
     "format_of",
+    "is_seed",
     "master_of",
     "new_buffer",
     "newton_schulz",

@@ -114,6 +114,15 @@ def stream_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
+MOST_SEED = 2**63 - 1
+"""The largest ``states_seed``: with it and all below, down to 0, checkpoints can be written and read."""
+
+
+def is_seed(seed: object) -> bool:
+    """Return whether this is a number on which random bits can depend."""
+    return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MOST_SEED
+
+
 def rounding_key(stream: int, step: int) -> int:
     """Return the key, of 64 bits, of a parameter's step: splitmix64 (Steele, Lea and Flood, "Fast Splittable
     Pseudorandom Number Generators", 2014) of the stream, ``step`` numbers further."""

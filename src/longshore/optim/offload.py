@@ -20,6 +20,7 @@ from longshore.kernels import (
     HostKernels,
     Kernels,
     StateFormat,
+    is_seed,
     parse_state_format,
     stream_of,
 )
@@ -109,7 +110,8 @@ class Offload(StoreFactory):
             memory a parameter instead of 14; or ``"8bit"``, for 8.1. For Adam, AdamW, Lion, Adagrad and SGD with
             momentum. Masters are float32 in each, and the bits are those of ``docs/states.md``: they do not depend on
             tiles, threads, ranks, stages or resuming.
-        states_seed: a number on which, with the parameter's name, the random bits of that rounding depend.
+        states_seed: a number on which, with the parameter's name, the random bits of that rounding depend: from 0 to
+            2**63 - 1.
         detect_writes: each step finds what was written to parameters where torch cannot see it (``p.data.copy_``,
             NumPy, another process). Where nothing is copied this takes next to no time; for parameters on a device, it
             takes two passes over them there, for checksums. With False, ``refresh_master()`` has to be called after
@@ -144,8 +146,10 @@ class Offload(StoreFactory):
         except ValueError as error:
             raise ValueError(f"speculation_memory {error}, and is {self.speculation_memory!r}") from None
         parse_state_format(self.states)
-        if isinstance(self.states_seed, bool) or not isinstance(self.states_seed, int):
-            raise ValueError(f"states_seed is an integer, not {self.states_seed!r}")
+        if not is_seed(self.states_seed):
+            long = isinstance(self.states_seed, int) and self.states_seed.bit_length() > 64
+            found = f"one of {self.states_seed.bit_length()} bits" if long else repr(self.states_seed)
+            raise ValueError(f"states_seed is an integer from 0 to 2**63 - 1, not {found}")
         if self.states_seed and self.state_format is StateFormat.FP32:
             raise ValueError(
                 f"states_seed {self.states_seed} is the seed of the rounding that states='bf16' and '8bit' do, and "

@@ -25,6 +25,7 @@ from longshore.engine.config.values import (
     Number,
     OneOf,
 )
+from longshore.kernels import is_seed
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StatesName = Literal["fp32", "bf16", "8bit"]
@@ -168,7 +169,7 @@ class Config(FrozenModel):
         states: format of the optimizer's states, wherever they are, as in :class:`longshore.Offload`: ``"fp32"``;
             ``"bf16"``, rounded stochastically, for 10 bytes of memory a parameter instead of 14; or ``"8bit"``, for
             8.1. Masters are float32 in each. For Adam, AdamW, Lion, Adagrad and SGD with momentum.
-        states_seed: a number on which the random bits of that rounding depend.
+        states_seed: a number on which the random bits of that rounding depend, from 0 to 2**63 - 1.
         detect_writes: each step finds what was written to parameters where torch cannot see it, as in
             :class:`longshore.Offload`.
         dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
@@ -266,7 +267,8 @@ class Config(FrozenModel):
         try:
             check_states_seed(self.states, self.states_seed)
         except ValueError as error:
-            raise ValueError(f"states_seed {self.states_seed} {error}") from None
+            found = f" {self.states_seed}" if is_seed(self.states_seed) else ""
+            raise ValueError(f"states_seed{found} {error}") from None
         if self.optimizer is not None:
             try:
                 check_encodable(self.optimizer.type, self.states)
