@@ -81,7 +81,12 @@ BY_FAMILY = [
     (r"trains parameters on cpu and cuda devices", "Move the model to a CPU or a CUDA device."),
     (r"zero_grad\(\) discards", "`zero_grad()` on every rank, and go on."),
     (r"graph of the device is being captured", "Capture the forward alone; `backward()` and `step()` outside of it."),
-    (r"connection to another rank was closed", "See the RankError that it causes."),
+    (r"another rank does not answer", "See the RankError that it causes."),
+    (
+        r"a collective failed|a collective was under way|«what»: «words»",
+        "Look at the first error of any rank, and start again from a checkpoint (complete ones are unchanged).",
+    ),
+    (r"all ranks have to make the same calls", "Make the same calls on every rank, and see that each of them runs."),
     (r"see its own error", "See the error of the rank that it names; then `zero_grad()` on every rank."),
     (r"pip install", "Install what it names."),
     (

@@ -248,8 +248,8 @@ MUTANTS = [
     ),
     _mutant(
         "a collective that waits for a rank that ended is not ended",
-        "            _abort(group, each.device)\n",
-        "",
+        "                abort(group, each.device)\n",
+        "                pass\n",
         f"{KILLED}[2-False]",
         file="sharding/device_collectives.py",
     ),

@@ -1,207 +1,222 @@
-"""Connections between ranks show which of them have ended, and nothing else is taken for that."""
+"""Ranks hear in the store which others are missing, and take nothing else for that."""
 
 from __future__ import annotations
 
+import copy
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
+from torch._C._distributed_c10d import HashStore
 
+from longshore.errors import RankError
 from longshore.sharding import presence as module
-from longshore.sharding.presence import Presence, words
+from longshore.sharding.presence import LAUNCHER, Presence, words
 
-RANKS = [4, 7, 9]
-"""Three ranks, by their numbers in a larger group."""
-
-
-class Meetings:
-    """What ranks that are threads tell each other."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count)
-        self._said: list[Any] = [None] * count
-
-    def rows(self, place: int, row: torch.Tensor) -> torch.Tensor:
-        self._said[place] = row
-        self._barrier.wait(20)
-        found = torch.stack(self._said)
-        self._barrier.wait(20)
-        return found
+ALL = [0, 1, 2]
 
 
-def connected(make: Callable[[int, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None) -> list[Any]:
-    """The presences of all ranks; ``make`` makes one."""
-    meetings = Meetings(len(RANKS))
-    made: list[Any] = [None] * len(RANKS)
+class Store:
+    """What the presences of all ranks use, which are in one process here; it may be cut off."""
 
-    def run(place: int) -> None:
-        def rows(row: torch.Tensor) -> torch.Tensor:
-            return meetings.rows(place, row)
+    def __init__(self) -> None:
+        self._inner, self.answers, self.broken = HashStore(), threading.Event(), threading.Event()
+        self.answers.set()
 
-        made[place] = make(place, rows) if make else Presence(RANKS, place, rows)
+    def clone(self) -> Store:
+        return copy.copy(self)
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(RANKS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    def _reached(self) -> HashStore:
+        self.answers.wait()
+        if self.broken.is_set():
+            raise RuntimeError("Broken pipe")
+        return self._inner
+
+    def set(self, key: str, value: str) -> None:
+        self._reached().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._reached().check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._reached().multi_get(keys)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr(module, "_BEAT_S", 0.05)
+    monkeypatch.setattr(module, "_SILENT_S", 1.5)
+    monkeypatch.setattr(module, "_ENDED_S", 0.5)
+    made = Store()
+    yield made
+    made.broken.set()
+    made.answers.set()
+
+
+@pytest.fixture
+def ranks(store: Store) -> list[Presence]:
+    made = [Presence(store, rank, len(ALL)) for rank in ALL]
+    for each in made:
+        until(lambda each=each: each.missing(ALL) == [] and len(each._heard) == 2)
     return made
 
 
-def end(presence: Presence) -> None:
-    """What the operating system does when a process ends."""
-    for peer in presence._peers.values():
-        peer.connection.close()
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_each_rank_sees_which_one_ended() -> None:
-    first, second, third = connected()
-    assert [each.gone(RANKS) for each in (first, second, third)] == [[], [], []]
-    end(second)
+def stop(presence: Presence) -> None:
+    """What SIGKILL does, or SIGSTOP for long."""
+    presence.exchange = lambda store, ends: False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_who_says_nothing_is_missing(ranks: list[Presence]) -> None:
+    first, second, third = ranks
+    stop(second)
     for each in (first, third):
-        assert each.gone_within(5.0, RANKS) == [1]
-        assert each.gone(RANKS) == [1]  # it stays known
-        assert each.gone([4, 9]) == []  # by a group that it is not in
-        assert each.gone([7, 9]) == [0]  # by its place in the group that is asked for
-    end(third)
-    assert first.gone_within(5.0, [9]) == [0]
-    assert first.gone(RANKS) == [1, 2]
+        until(lambda each=each: each.missing(ALL) == [1])
+        assert each.missing([0, 2]) == []
+        assert each.missing([1]) == [1]
+    stop(third)
+    until(lambda: first.missing(ALL) == [1, 2])
 
 
-@pytest.mark.quick(0)
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_rank_that_closes_its_engine_has_not_ended(how: str) -> None:
-    first, second, third = connected()
-    if how == "closed":
-        second.close()
-    del second
-    assert first.gone_within(0.3, RANKS) == third.gone_within(0.3, RANKS) == []
-    end(third)
-    assert first.gone_within(5.0, RANKS) == [2]  # the others are still watched
-
-
-def test_waiting_ends_once_nobody_is_watched() -> None:
-    first, *others = connected()
-    for each in others:
-        each.close()
+def test_who_says_that_it_ends_is_missing_at_once_where_a_connection_broke(ranks: list[Presence]) -> None:
+    first, second, third = ranks
+    second.close()
     start = time.monotonic()
-    assert first.gone_within(20.0, RANKS) == []
-    assert time.monotonic() - start < 10
+    assert first.who_broke(ALL) == [1]
+    assert time.monotonic() - start < 20
+    until(lambda: third.missing(ALL) == [1])
 
 
-def test_a_forked_process_does_not_stand_for_the_rank() -> None:
-    first, second, _ = connected()
+def test_who_gives_up_is_not_named_and_the_one_that_is_missing_is(ranks: list[Presence]) -> None:
+    first, second, third = ranks
+    second.leave([2])
+    assert first.who_broke([0, 1]) == [2]  # which is of another group
+    second.close()
+    assert first._said == "left 2"
+    until(lambda: third.missing(ALL) == [2])  # it hears what the others took it for
+    first.close()
+    assert third.missing([0, 1]) == [2]
+
+
+def test_a_broken_connection_between_ranks_that_are_there(ranks: list[Presence]) -> None:
+    first, second, _ = ranks
+    assert first.who_broke(ALL) == []
+    assert first._said == ""
+    assert second.missing(ALL) == []
+
+
+def test_one_that_ended_before_it_said_anything(store: Store) -> None:
+    first, second = Presence(store, 0, 3), Presence(store, 1, 3)
+    until(lambda: first.missing(ALL) == [] and len(first._heard) == 1)
+    for _ in range(20):
+        time.sleep(2 * module._SILENT_S / 20)
+        assert first.missing(ALL) == []  # it may come later
+    assert first.who_broke([0, 1]) == []
+    assert second.who_broke(ALL) == [2]
+
+
+def test_one_that_was_stopped_does_not_take_the_others_for_missing(
+    ranks: list[Presence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _, _ = ranks
+    clock, ahead = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
+    for _ in range(3):
+        ahead += 1000.0
+        assert first.missing(ALL) == []
+        time.sleep(0.1)
+        assert first.missing(ALL) == []
+
+
+def test_a_process_without_others_that_wait_does_not_ask(store: Store) -> None:
+    first = Presence(store, 0, 3)
+    first._asked_at = time.monotonic() - 1000
+    Presence(store, 1, 3)
+    time.sleep(0.3)
+    assert first._heard == {}
+
+
+@pytest.mark.parametrize("launched, keeper", [("", 0), ("True", LAUNCHER)])
+@pytest.mark.parametrize("how", ["cut", "broken"])
+def test_the_store_itself_is_missing(
+    how: str, launched: str, keeper: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launched)
+    _, second, third = [Presence(store, rank, 3) for rank in ALL]
+    until(lambda: second.missing(ALL) == [] and len(second._heard) == 2)
+    if how == "cut":
+        store.answers.clear()
+    else:
+        store.broken.set()
+    until(lambda: second.missing(ALL) == [keeper])
+    until(lambda: third.missing([1, 2]) == [keeper])
+    assert ("launcher" in words([keeper])) == (keeper == LAUNCHER)
+
+
+def test_values_are_gathered(ranks: list[Presence]) -> None:
+    def gathered(what: str, value: object) -> list[list[Any]]:
+        found: list[Any] = [None] * 3
+
+        def run(rank: int) -> None:
+            found[rank] = ranks[rank].gather(what, (rank, value), 20.0)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in ALL]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(30)
+        return found
+
+    for value in ("one", b"\0" * 100_000):
+        assert gathered("first", value) == [[(rank, value) for rank in ALL]] * 3
+    assert gathered("second", None) == [[(rank, None) for rank in ALL]] * 3
+
+
+def test_who_does_not_come_is_named(ranks: list[Presence]) -> None:
+    with pytest.raises(RankError, match=r"rank 0: saving: rank 1, 2 did not come within 0.3 s; all ranks have to make"):
+        ranks[0].gather("saving", None, 0.3)
+    stop(ranks[2])
+    with pytest.raises(RankError, match=r"rank 1: loading: rank 2 has ended or cannot be reached; look at the first"):
+        ranks[1].gather("loading", None, 20.0)
+    assert ranks[0].who_broke(ALL) == [2]
+
+
+def test_a_dropped_presence_and_a_dropped_group_end_the_thread(store: Store) -> None:
+    one = Presence(store, 0, 2)
+    thread = one._thread
+    del one
+    until(lambda: not thread.is_alive())
+    own = Store()
+    other = Presence(own, 0, 2)
+    until(lambda: other._count > 0)
+    del own
+    until(lambda: not other._thread.is_alive())
+
+
+def test_a_forked_process_does_not_speak_for_the_rank(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_current", Presence(store, 0, 2))
     child = os.fork()
     if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        end(second)
-        assert first.gone_within(5.0, RANKS) == [1]
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-
-
-def test_a_stranger_is_not_taken_for_a_rank() -> None:
-    """It knows the address, and not the key; and it is there before any rank knows the address."""
-    strangers: list[socket.socket] = []
-
-    def make(place: int, rows: Callable[[torch.Tensor], torch.Tensor]) -> Presence:
-        said: list[torch.Tensor] = []
-
-        def rows_with_stranger(row: torch.Tensor) -> torch.Tensor:
-            said.append(row)
-            if len(said) == 2 and place < 2:  # the last rank listens for nobody
-                host, port = bytes(row.tolist())[module._KEY_BYTES :].rstrip(b"\0").decode().split()
-                strangers.append(socket.create_connection((host, int(port))))
-                strangers[-1].sendall(b"\x01" * module._KEY_BYTES + module._number(2))
-            return rows(row)
-
-        return Presence(RANKS, place, rows_with_stranger)
-
-    first, second, third = connected(make)
-    assert len(strangers) == 2
-    for each in strangers:
-        each.close()
-    assert first.gone_within(0.3, RANKS) == second.gone(RANKS) == []
-    end(third)
-    assert first.gone_within(5.0, RANKS) == second.gone_within(5.0, RANKS) == [2]
-
-
-def test_ranks_that_cannot_connect_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ConnectionRefusedError("refused on purpose")
-
-    monkeypatch.setattr(module, "_CONNECT_S", 0.5)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    first, second, third = connected()
-    end(second)
-    assert [each.gone_within(0.2, RANKS) for each in (first, third)] == [[], []]
-    assert words(first.gone(RANKS)) == "another rank has probably ended"
-
-
-def test_a_rank_without_an_address_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = socket.create_server
-
-    def only_some(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is not refused[0]:
-            return create(*args, **kwargs)
-        raise OSError("no sockets on purpose")
-
-    refused = [threading.current_thread()]
-
-    def make(place: int, rows: Callable[[torch.Tensor], torch.Tensor]) -> Presence:
-        if place == 0:
-            refused[0] = threading.current_thread()
-        return Presence(RANKS, place, rows)
-
-    monkeypatch.setattr(socket, "create_server", only_some)
-    first, second, third = connected(make)
-    end(third)
-    assert first.gone_within(0.2, RANKS) == []
-    assert second.gone_within(5.0, RANKS) == [2]
-
-
-def test_a_rank_that_gave_up_before_it_was_accepted_has_not_seen_the_end_of_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The other rank stopped listening, which closes the connection that this one has."""
-    monkeypatch.setattr(Presence, "_accept", lambda *args: None)
-    first, second, third = connected()
-    assert [each.gone_within(0.3, RANKS) for each in (first, second, third)] == [[], [], []]
+        os._exit(0 if module._current is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(
-    "ranks, said",
-    [([1], "rank 1 has ended"), ([1, 3], "ranks 1, 3 have ended"), ([], "another rank has probably ended")],
+    "missing, said",
+    [
+        ([1], "rank 1 has ended or cannot be reached"),
+        ([1, 3], "ranks 1, 3 have ended or cannot be reached"),
+        ([], "another rank has probably ended"),
+    ],
 )
-def test_words(ranks: list[int], said: str) -> None:
-    assert words(ranks) == said
-
-
-def test_a_connection_that_cannot_send_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[socket.socket] = []
-    create = socket.create_connection
-
-    def create_closed_for_writing(*arguments: Any, **options: Any) -> socket.socket:
-        one = create(*arguments, **options)
-        one.shutdown(socket.SHUT_WR)
-        made.append(one)
-        return one
-
-    def accept_nobody(*_: Any) -> None:
-        until = time.monotonic() + 20
-        while len(made) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-
-    monkeypatch.setattr(socket, "create_connection", create_closed_for_writing)
-    monkeypatch.setattr(Presence, "_accept", accept_nobody)
-    connected()
-    assert len(made) == 3  # of the second rank, and two of the third
-    assert [each.fileno() for each in made] == [-1, -1, -1]
+def test_words(missing: list[int], said: str) -> None:
+    assert words(missing) == said

@@ -130,7 +130,7 @@ def test_a_collective_that_waits_for_a_rank_that_ended() -> None:
         looked.append(time.monotonic())
         return [2] if len(looked) > 1 else []
 
-    with pytest.raises(ConnectionError, match="the connection to another rank was closed"):
+    with pytest.raises(ConnectionError, match="another rank does not answer"):
         wait_for(Endless(), None, gone)
     assert len(looked) == 2
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longshore.errors import BrokenStateError, CheckpointError, RankError
+from longshore.sharding.waiting import gather_from_all, gather_objects
 
 T = TypeVar("T")
 
@@ -17,13 +18,14 @@ _KINDS = {
     for kind in (BrokenStateError, CheckpointError, ValueError, TypeError, OSError, FileNotFoundError, PermissionError)
 }
 """Exceptions that the other ranks raise as the same type. For all others they raise RankError."""
+_ADVICE = "look at the first error of any rank (complete checkpoints are unchanged)"
 
 
 class RankGroup:
     """The ranks that save or load together.
 
     Args:
-        group: a process group with a CPU backend, for Python objects; None: this process only.
+        group: a process group of gloo, or the default one; None: this process only.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -40,15 +42,9 @@ class RankGroup:
         if self.world_size == 1:
             return [value]
         assert self.process_group is not None  # not closed: torch would take None as the default group
-        found: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(found, value, group=self.process_group)
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank}: another rank ended; look at the first error of any rank (complete "
-                "checkpoints are unchanged)"
-            ) from error
-        return found
+        if self.process_group is dist.group.WORLD:  # which may have no backend for the CPU
+            return gather_from_all("setting up an engine", value)
+        return gather_objects(value, self.process_group, _ADVICE)
 
     def gather_differing(self, value: T) -> list[T]:
         """As :meth:`gather`, for large values of built-in types: only digests are sent if all ranks have the same."""

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from longshore.cli.terminal import CommandError, SharedError, StopNow
 from longshore.engine.ranks import join
 from longshore.errors import RankError
+from longshore.sharding.presence import words
 from longshore.sharding.twin_groups import twin_of
+from longshore.sharding.waiting import finish, gather_objects, missing
 
 T = TypeVar("T")
 
 _STDERR = 2
-_LOST = "another rank has ended: its own line says why; if it left none, the system killed it"
+_LOST = "its own line says why; if it left none, the system killed it, or the network to it is cut"
 
 
 class RunGroup:
@@ -62,7 +64,7 @@ class RunGroup:
         if self.size == 1:
             return numbers
         values = torch.tensor(numbers, dtype=dtype)
-        self.guarded(lambda: dist.all_reduce(values, operation, group=self._group))
+        self.guarded(lambda: finish(dist.all_reduce(values, operation, self._group, async_op=True), self._group))
         return values.tolist()
 
     def together(self, work: Callable[[], T]) -> T:
@@ -80,8 +82,7 @@ class RunGroup:
             result = work()
         except Exception as error:
             failure, message = error, (str(error) or type(error).__name__, getattr(error, "exit_code", 1))
-        messages: list[tuple[str, int] | None] = [None] * self.size
-        self.guarded(lambda: dist.all_gather_object(messages, message, group=self._group))
+        messages = self.guarded(lambda: gather_objects(message, self._group))
         if failure is not None and not isinstance(failure, CommandError):
             raise failure
         if any(messages):
@@ -95,7 +96,7 @@ class RunGroup:
         except (RankError, RuntimeError) as error:
             if self.size == 1 or not _is_lost_rank(error):
                 raise
-            raise CommandError(_LOST) from error
+            raise CommandError(f"{words(missing(range(self.size)))}: {_LOST}") from error
 
     def close(self) -> None:
         """Leave the group, on all ranks, while nothing is under way."""
@@ -109,7 +110,8 @@ def _is_lost_rank(error: BaseException | None) -> bool:
     """Return whether gloo or nccl reports that another process is gone. That error has no type of its own."""
     while error is not None:
         text = str(error)
-        if isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text:
+        lost = "cannot be reached" in text or "gloo" in text or "Connection closed by peer" in text
+        if isinstance(error, dist.DistError) or lost:
             return True
         error = error.__cause__
     return False

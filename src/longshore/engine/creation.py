@@ -17,6 +17,7 @@ from longshore.accelerator import accelerator_type
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
 from longshore.optim.shards import checksum
+from longshore.sharding.waiting import finish, gather_from_all
 
 
 class Unplaced:
@@ -241,8 +242,7 @@ def _places(parameters: Sequence[Tensor]) -> list[str | None]:
     records = [unplaced(each) for each in parameters]
     whole = [record is not None and bool(record.digests) for record in records]  # in a block around this one
     mine = [(each.is_meta, each.device.type, is_whole) for each, is_whole in zip(parameters, whole, strict=True)]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (mine, list(map(_shape_of, parameters))))
+    said = gather_from_all("entering gather()", (mine, list(map(_shape_of, parameters))))
     for rank, (_, shapes) in enumerate(said):
         if shapes != said[0][1]:
             here, there = ([list(shape) for shape, _ in each][:3] for each in (shapes, said[0][1]))
@@ -276,6 +276,7 @@ def send(tensor: Tensor, source: int) -> None:
     values, kind = tensor.contiguous(), accelerator_type()
     if kind is not None and f"{tensor.device.type}:" not in str(dist.get_backend_config()):
         values = values.to(_device_of(kind))
-    dist.broadcast(values.view(-1).view(torch.uint8), src=source)
+    work = dist.broadcast(values.view(-1).view(torch.uint8), src=source, async_op=True)
+    finish(work, dist.group.WORLD, values.device)
     if values.data_ptr() != tensor.data_ptr():
         tensor.copy_(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longshore.engine.creation import FirstBlock, send, unplaced
 from longshore.errors import ParameterError, RankError
 from longshore.optim.shards import is_sharded
+from longshore.sharding.waiting import gather_from_all
 
 if TYPE_CHECKING:
     from longshore.sharding.gather_block import GatherBlock
@@ -113,8 +114,7 @@ def comes_in_shards(parameter: Tensor) -> bool:
 def _tell(failure: str | None, problems: list[str], first: bool) -> None:
     """Tell all ranks what became of the block on this one, and raise on all of them what was wrong on any; ``first``:
     parameters from before ``initialize()`` are among those of the block."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (failure, problems))
+    said = gather_from_all("leaving gather()", (failure, problems))
     kept = "all parameters keep their values from before"
     if first:
         kept = "parameters from before initialize() are what rank 0 made of its own, and others keep their values"

@@ -17,6 +17,7 @@ from longshore.accelerator import accelerator_type, is_accelerator
 from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
+from longshore.sharding.waiting import gather_from_all
 
 T = TypeVar("T")
 
@@ -48,11 +49,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, which must be picklable; all ranks have to call."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.world_size == 1 else gather_from_all("setting up an engine", value)
 
     def close(self) -> None:
         """Destroy the process group if :func:`join` made it and it still exists."""

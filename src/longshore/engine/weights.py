@@ -19,6 +19,7 @@ from longshore.engine.creation import note_placed, on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import several
 from longshore.optim.shards import flat, held_part, is_sharded, like
+from longshore.sharding.waiting import finish
 from longshore.transfer import allocate_pinned
 
 if TYPE_CHECKING:
@@ -311,7 +312,8 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
     # Elements of an expanded buffer (such as a mask) share memory, so it cannot be written as a whole.
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     values = once.detach().contiguous()
-    dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)
+    work = dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group, async_op=True)
+    finish(work, ranks.group, values.device)
     once.copy_(values)
 
 
@@ -328,11 +330,13 @@ def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], r
         source, sent = flat(former.detach()).to(ranks.device), [item_bytes * numel for _, numel in shards]
         assert sum(sent) == source.nbytes and shards == sorted(shards)
     # One collective of the group: each pair of ranks that sends and receives has a communicator of its own with nccl.
-    dist.all_to_all_single(
+    work = dist.all_to_all_single(
         received.view(-1).view(torch.uint8),
         source.view(torch.uint8),
         [received.nbytes, *nothing[1:]],
         sent,
         group=ranks.group,
+        async_op=True,
     )
+    finish(work, ranks.group, received.device)
     mine.copy_(received)

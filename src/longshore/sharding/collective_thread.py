@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +21,12 @@ from torch import Tensor
 from longshore.accelerator import make_current
 from longshore.errors import GradientError, RankError
 from longshore.sharding.agreement import Action
-from longshore.sharding.data_plane import DataPlane, all_gather_single
+from longshore.sharding.data_plane import DataPlane
 from longshore.sharding.device_collectives import DeviceCollectives
 from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, different_parameters, explain_difference
-from longshore.sharding.presence import Presence, words
 from longshore.sharding.twin_groups import Twins
 from longshore.sharding.unfinished import let_go, wait_for
+from longshore.sharding.waiting import all_gather_single, communicating, missing
 from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ class CollectiveThread:
         device: device on which communicated tensors have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
         modules: names of the modules that are gathered, by number.
-        within: thread of a group that has all of these ranks, which knows which of them are still there.
+        within: thread of a group that has all of these ranks, whose collectives of a device are watched together.
 
     Attributes:
         gives_up: whether this rank gave up its window and the others may not know; the next meeting tells them.
@@ -110,13 +109,9 @@ class CollectiveThread:
         self._last_met = "when the engine was made"
         self._last_action = Action.STEP
         self.notes: list[Sequence[int]] = []
-        # This is made in meetings.
         self._ranks = dist.get_process_group_ranks(groups.control)
-        self._presence: Presence | None = None if within is None else within._presence
-        self._owns_presence = within is None
-        if self._presence is None:
-            self._presence = Presence(self._ranks, self.rank, self.rows)
-        self.on_device = DeviceCollectives(self._presence) if within is None else within.on_device
+        missing(self._ranks)  # from here on the others hear of this rank
+        self.on_device = DeviceCollectives() if within is None else within.on_device
         began = functools.partial(self.on_device.began, ranks=self._ranks)
         self.data = DataPlane(groups.data, device, self.rows, self._communicating, self._wait_for, began)
 
@@ -180,18 +175,14 @@ class CollectiveThread:
     @contextlib.contextmanager
     def _communicating(self) -> Iterator[None]:
         try:
-            yield
-        except (RuntimeError, ConnectionError) as failure:
-            # torch.distributed raises this when a peer is gone or late. A traceback into torch would not help users.
-            gone = self._gone(_PATIENCE_S)
-            self._dead = RankError(
-                f"rank {self.rank}: a collective failed ({_essence(failure)}), so {words(gone)}; look at the "
-                "first error of any rank, and start again from a checkpoint"
-            )
-            raise self._dead from failure.with_traceback(None)
+            with communicating(self._ranks):
+                yield
+        except RankError as dead:
+            self._dead = dead
+            raise
 
-    def _gone(self, patience_s: float = 0.0) -> Sequence[int]:
-        return () if self._presence is None else self._presence.gone_within(patience_s, self._ranks)
+    def _gone(self) -> Sequence[int]:
+        return missing(self._ranks)
 
     def _wait_for(self, work: Any) -> None:
         with self._communicating():
@@ -211,9 +202,8 @@ class CollectiveThread:
         if self._dead is None:
             self._worker.close()
         self.data.close()
-        if self._owns_presence and self._presence is not None:
+        if self._within is None:
             self.on_device.close()
-            self._presence.close()
         if self.groups is not None and dist.is_initialized():
             # Collectives of this group may also run in jobs of the thread of all ranks.
             self.groups.end(self._is_clean and (self._within is None or self._within._is_clean))
@@ -385,9 +375,3 @@ class CollectiveThread:
 
 def _notice_s() -> float:
     return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
-
-
-def _essence(failure: Exception) -> str:
-    """Return the first sentence of a message, without the line of C++ that it comes from."""
-    first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-    return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.waiting import all_gather_single
 
 
 @dataclass(eq=False)
@@ -139,22 +140,17 @@ class DataPlane:
 
     def complete(self, rows: Tensor) -> None:
         """Receive row ``k`` of ``rows``, on the CPU, from rank ``k``; this rank's own row is already there."""
-        # Rows are sent and received directly: gloo's own all-gather takes several times as long.
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self._group) for rank in others]
-        work += [dist.P2POp(dist.irecv, rows[rank], self._peers[rank], self._group) for rank in others]
+        # gloo's own all-gather takes several times as long. Nobody can look whether what it sends and receives directly
+        # has ended: its timed wait closes the connection.
         with self._communicating():
-            for request in dist.batch_isend_irecv(work) if work else ():
-                request.wait()
+            under_way = [
+                dist.broadcast(row, peer, group=self._group, async_op=True)
+                for row, peer in zip(rows, self._peers, strict=True)
+            ]
+            for each in under_way:
+                self._wait_for(each)
 
     def close(self) -> None:
         if self._shared is not None:
             self._shared.close()
         self._group = None  # a reference would keep sockets open
-
-
-def all_gather_single(output: Tensor, part: Tensor, group: Any) -> Any:
-    """Gather equal parts, flat, in the order of the ranks; return the handle."""
-    # In older torch the same call has a longer name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, part, group=group, async_op=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import threading
@@ -18,7 +17,8 @@ import torch.distributed as dist
 
 from longshore.accelerator import WaitingStream
 from longshore.errors import RankError
-from longshore.sharding.presence import Presence, words
+from longshore.sharding.presence import ADVICE, presence, words
+from longshore.sharding.waiting import abort, missing
 
 _LOOK_S = 0.25
 _GRACE_S = 2.0
@@ -87,9 +87,8 @@ class DeviceCollectives:
         gone: the ranks for which collectives were ended, in words; what these should have brought is not valid.
     """
 
-    def __init__(self, presence: Presence) -> None:
+    def __init__(self) -> None:
         self.gone = ""
-        self._presence = presence
         self._under_way: dict[Any, _UnderWay] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -115,23 +114,25 @@ class DeviceCollectives:
     def check(self) -> None:
         """Raise RankError if a collective was ended."""
         if self.gone:
-            raise RankError(
-                f"{self.gone} while a collective was under way; look at the first error of any rank, and start again "
-                "from a checkpoint"
-            )
+            raise RankError(f"{self.gone} while a collective was under way; {ADVICE}")
 
     def end_the_hopeless(self) -> None:
         """End each collective that waits for a rank that has ended."""
         for group, each in list(self._under_way.items()):
             if each.work.is_completed():
                 continue
-            gone = self._presence.gone(each.ranks)
+            gone = missing(each.ranks)
             each.hopeless_since = (each.hopeless_since or time.monotonic()) if gone else None
             if each.hopeless_since is None or time.monotonic() - each.hopeless_since < _GRACE_S:
                 continue
             self.gone = words(gone)
+            if (here := presence()) is not None:
+                here.leave(gone)
             del self._under_way[group]
-            _abort(group, each.device)
+            try:
+                abort(group, each.device)
+            except RuntimeError as error:
+                _LOGGER.error(f"a collective on {each.device} waits for a missing rank, and cannot be ended: {error}")
             if each.thread is not None:
                 try:
                     self.check()
@@ -150,17 +151,6 @@ def _look(collectives: weakref.ref[DeviceCollectives], closing: threading.Event)
             return
         found.end_the_hopeless()
         del found
-
-
-def _abort(group: Any, device: torch.device) -> None:
-    """End the collectives of ``group`` that are under way on ``device``."""
-    aborting: Any = group
-    with contextlib.suppress(RuntimeError):
-        aborting = group._get_backend(device)
-    try:
-        aborting.abort()
-    except (AttributeError, RuntimeError) as error:
-        _LOGGER.error(f"a collective on {device} waits for a rank that has ended, and cannot be ended itself: {error}")
 
 
 def _raise_in(thread: int, error: RankError) -> None:

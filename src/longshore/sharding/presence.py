@@ -1,222 +1,301 @@
-"""Which ranks are still there: each is told which other one's process has ended.
+"""Which ranks are still there: each says so, again and again, in the store by which they met.
 
-A collective of gloo fails when a rank that it waits for ends, one of an accelerator's backend may wait for ever, and
-neither says which rank that was. So every two ranks keep a connection on which nothing is sent, and which the operating
-system closes when a process ends, however it does.
+A collective of gloo fails when a rank that it waits for ends. Where that rank stopped, or the network between them was
+cut, it waits for the timeout of its group, and one of an accelerator's backend for ever; none says which rank that is.
+So a thread of each rank counts in the store, and reads there, while somebody waits, what the others say.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import logging
+import atexit
 import os
-import secrets
-import socket
+import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
 
-_CONNECT_S = 5.0
-"""How long the ranks try to connect; after that some are not watched."""
-_KEY_BYTES = 32
-_ADDRESS_BYTES = 256
-_ACCEPTED, _LEAVING = b"+", b"-"
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds, seconds and count of probes, after which the connection to a machine without power or network is closed."""
-_LOOK_S = 0.01
-_LOGGER = logging.getLogger("longshore")
+from longshore.errors import RankError
+
+T = TypeVar("T")
+
+_BEAT_S = 0.5
+_SILENT_S = 20.0
+"""How long a rank is silent before it counts as missing: native code may hold its interpreter for a while."""
+_ENDED_S = 4.0
+"""The same for a rank that said that it ends, and for all once a connection broke: then one of them has ended."""
+_POLL_S, _MOST_POLL_S = 0.01, 0.2
+_LAST_WORDS_S = 2.0
+_KEYS = "longshore/presence"
+_ENDED, _LEFT = "ended", "left"
+LAUNCHER = -1
+"""Stands for the process of the launcher that keeps the store."""
+
+ADVICE = "look at the first error of any rank, and start again from a checkpoint"
+
+
+@dataclass
+class _Heard:
+    """The latest that another rank wrote: how often it has written, and what it said; and for how long that is so."""
+
+    count: str
+    said: Sequence[str] = ()
+    silent_s: float = 0.0
+
+    def is_missing(self, broken: bool) -> bool:
+        if _ENDED in self.said:
+            return broken or self.silent_s >= _ENDED_S
+        return self.silent_s >= (_ENDED_S if broken else _SILENT_S)
 
 
 @dataclass(eq=False)
-class _Peer:
-    """Connection to one other rank; it is ``accepted`` once that rank knows of it, too."""
+class _Gathering:
+    """Values that all ranks tell each other: where they put them, and this rank's until it is there."""
 
-    connection: socket.socket
-    accepted: bool
+    keys: list[str]
+    own: bytes | None
+    names: bool = False
+    """Whether time is over, and those who did not come are asked for."""
+    absent: Sequence[int] = ()
+    found: Sequence[bytes] = ()
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class Presence:
-    """A connection to each of the other ranks, to be looked at by whoever waits for them.
+    """A thread that tells the other ranks of the default process group that this one is there, and hears of them.
 
-    Where ranks cannot connect (there may be a firewall), the end of these is not seen, and they go on.
+    Times are counted while this rank runs, and the clocks of two ranks are never compared: one that was stopped does
+    not take the others for silent. Only the thread speaks to the store, and may wait for it for ever.
 
     Args:
-        ranks: all ranks, by their numbers in the default process group.
-        place: this rank's place among them.
-        rows: returns every rank's tensor, stacked; see :meth:`CollectiveThread.rows`. All ranks make this object at the
-            same time.
+        store: that of the default process group; the thread ends with it.
     """
 
-    def __init__(self, ranks: Sequence[int], place: int, rows: Callable[[Tensor], Tensor]) -> None:
-        self._ranks = ranks
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store = weakref.ref(store)
+        self.rank, self.world_size = rank, world_size
+        self._keeper = LAUNCHER if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         self._lock = threading.Lock()
-        self._gone: set[int] = set()
-        self._peers: dict[int, _Peer] = {}
-        # Also when this object is dropped: then this rank is there, and waits no more.
-        self.close = weakref.finalize(self, _leave, self._peers)
-        """Tell the other ranks that this one goes on without them, and close the connections."""
-        self.close.atexit = False
-        _all.add(self)
-        if len(ranks) > 1:
-            self._connect(place, rows)
+        self._heard: dict[int, _Heard] = {}
+        self._gatherings: list[_Gathering] = []
+        self._gathered: dict[str, int] = {}
+        self._said = ""
+        self._count = 0
+        self._asked_at = self._heard_at = time.monotonic()
+        self._store = _Heard("")
+        """The store itself; it said that it ended if an exchange with it failed."""
+        self._wake = threading.Event()
+        self.ends = False
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._wake), daemon=True)
+        self._thread.name = "longshore-presence"
+        self._thread.start()
 
-    def gone(self, among: Sequence[int]) -> list[int]:
-        """Return the places of those ``among`` these ranks whose processes have ended."""
+    # -- who is missing -------------------------------------------------------
+
+    def missing(self, among: Sequence[int], broken: bool = False) -> list[int]:
+        """Return the ranks for which ``among`` these ones some wait in vain: they have ended, or do not answer.
+
+        Where one of them gave up because of another rank, that other one is named.
+
+        Args:
+            among: ranks by their numbers in the default process group, as those that are returned.
+            broken: whether a connection to one of them broke.
+        """
         with self._lock:
-            for rank, peer in list(self._peers.items()):
-                said = _received(peer.connection)
-                if said is None:
-                    continue
-                peer.accepted = peer.accepted or _ACCEPTED in said
-                if said == b"" or _LEAVING in said:
-                    del self._peers[rank]
-                    peer.connection.close()
-                    if said == b"" and peer.accepted:
-                        self._gone.add(rank)
-            return [place for place, rank in enumerate(among) if rank in self._gone]
+            self._store.silent_s += self._passed("_asked_at")
+            left = {rank: set(map(int, each.said[1:])) for rank, each in self._heard.items() if _LEFT in each.said}
+            named = set[int]().union(*left.values())
+            gone = named | {rank for rank, each in self._heard.items() if rank not in left and each.is_missing(broken)}
+            found = gone.intersection(among).union(*(left[rank] for rank in among if rank in left))
+            concerned = self._keeper == LAUNCHER or self._keeper in among
+            if not found and self._store.silent_s >= (0.0 if concerned else _SILENT_S):
+                found = {self._keeper} if self._store.is_missing(broken and concerned) else found
+            return sorted(found)
 
-    def gone_within(self, patience_s: float, among: Sequence[int]) -> list[int]:
-        """Return what :meth:`gone` does, once that is any rank; none if it is still none after so many seconds."""
-        until = time.monotonic() + patience_s
-        while not (found := self.gone(among)) and time.monotonic() < until and self._peers:
-            time.sleep(_LOOK_S)
+    def _passed(self, since: str) -> float:
+        """Return the seconds since the last such call, few if this process was stopped in between."""
+        now = time.monotonic()
+        passed_s = min(now - getattr(self, since), 2 * _BEAT_S)
+        setattr(self, since, now)
+        return passed_s
+
+    def who_broke(self, among: Sequence[int]) -> list[int]:
+        """Return what :meth:`missing` does, after a connection broke, once that is any rank; none if nobody is missing.
+        The others hear that this rank gives up because of it."""
+        until = time.monotonic() + _ENDED_S + 3 * _BEAT_S
+        while not (found := self.missing(among, broken=True)) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        with self._lock:
+            if not found and self._heard:  # it may have ended before it said anything
+                found = [rank for rank in among if rank != self.rank and rank not in self._heard]
+        self.leave(found)
         return found
 
-    # -- at the start ---------------------------------------------------------
-
-    def _connect(self, own: int, rows: Callable[[Tensor], Tensor]) -> None:
-        """Listen, connect to the ranks before this one, and accept those after it."""
-        until = time.monotonic() + _CONNECT_S
-        one_machine = len({bytes(row.tolist()) for row in rows(_padded(socket.gethostname().encode()))}) == 1
-        with contextlib.ExitStack() as stack:
-            listener, place = None, b""
-            with contextlib.suppress(OSError):
-                host = "127.0.0.1" if one_machine else _own_address()
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                listener = stack.enter_context(socket.create_server((host, 0), family=family, backlog=len(self._ranks)))
-                place = f"{host} {listener.getsockname()[1]}".encode()
-            said = rows(_padded(secrets.token_bytes(_KEY_BYTES) + place)).tolist()
-            key = bytes(said[0][:_KEY_BYTES])
-            for other in range(own):
-                self._call(other, bytes(said[other][_KEY_BYTES:]).rstrip(b"\0").decode(), key + _number(own), until)
-            if listener is not None:
-                self._accept(listener, range(own + 1, len(self._ranks)), key, until)
-
-    def _call(self, other: int, place: str, greeting: bytes, until: float) -> None:
-        connection: socket.socket | None = None
-        try:
-            host, port = place.split(" ")
-            connection = socket.create_connection((host, int(port)), timeout=_left(until))
-            connection.sendall(greeting)
-        except (OSError, ValueError) as error:
-            if connection is not None:
-                connection.close()
-            _LOGGER.debug(f"the end of rank {other} would not be seen: no connection to {place or 'it'} ({error})")
+    def leave(self, because: Sequence[int]) -> None:
+        """Say that this rank gives up because these are missing."""
+        if not because or self._said:
             return
-        self._keep(other, connection, accepted=False)
+        self._said = " ".join([_LEFT, *map(str, because)])
+        self._wake.set()
+        until = time.monotonic() + _LAST_WORDS_S
+        # This process may end now, and the store with it, in which the others read why.
+        while self._keeper == self.rank and not self._others_know and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
-    def _accept(self, listener: socket.socket, others: Iterable[int], key: bytes, until: float) -> None:
-        missing = set(others)
+    # -- values ---------------------------------------------------------------
+
+    def gather(self, what: str, value: T, timeout_s: float) -> list[T]:
+        """Return the value of each rank, by rank. All ranks call this alike; it is for small values and few calls.
+
+        Args:
+            what: what the ranks do, for messages; calls for different things do not disturb each other.
+
+        Raises:
+            RankError: a rank is missing, or did not come in time.
+        """
+        with self._lock:
+            times = self._gathered[what] = self._gathered.get(what, 0) + 1
+            keys = [f"{_KEYS}/{what}/{times}/{rank}" for rank in range(self.world_size)]
+            each = _Gathering(keys, pickle.dumps(value))
+            self._gatherings.append(each)
+        self._wake.set()
+        until = time.monotonic() + timeout_s
         try:
-            while missing:
-                listener.settimeout(_left(until))
-                connection, _ = listener.accept()
-                with contextlib.suppress(OSError):  # from something else than a rank
-                    connection.settimeout(min(1.0, _left(until)))
-                    greeting = _up_to(connection, _KEY_BYTES + len(_number(0)))
-                    other = int.from_bytes(greeting[_KEY_BYTES:], "little")
-                    if hmac.compare_digest(greeting[:_KEY_BYTES], key) and other in missing:
-                        connection.sendall(_ACCEPTED)
-                        missing.remove(other)
-                        self._keep(other, connection, accepted=True)
-                        continue
-                connection.close()
-        except OSError as error:
-            _LOGGER.debug(f"the end of ranks {sorted(missing)} would not be seen: they did not connect ({error})")
+            while not each.over.wait(_MOST_POLL_S):
+                if found := self.missing(range(self.world_size)):
+                    self.leave(found)
+                    raise RankError(f"rank {self.rank}: {what}: {words(found)}; {ADVICE}")
+                if time.monotonic() > until and not each.names:
+                    each.names, until = True, until + _LAST_WORDS_S
+                    self._wake.set()
+                elif time.monotonic() > until:
+                    break
+        finally:
+            with self._lock:
+                self._gatherings.remove(each)
+        if not each.found:
+            who = f"rank {', '.join(map(str, each.absent))} did not come" if each.absent else "others did not come"
+            raise RankError(
+                f"rank {self.rank}: {what}: {who} within {timeout_s:g} s; all ranks have to make the same calls"
+            )
+        return [pickle.loads(theirs) for theirs in each.found]
 
-    def _keep(self, other: int, connection: socket.socket, accepted: bool) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not on every system
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.setblocking(False)
-        self._peers[self._ranks[other]] = _Peer(connection, accepted)
+    # -- on the thread --------------------------------------------------------
+
+    def exchange(self, store: Any, ends: bool) -> bool:
+        """Speak to the other ranks, and hear them if somebody waits; return whether to look again soon."""
+        self._count += 1
+        store.set(f"{_KEYS}/{self.rank}", f"{self._count} {self._said or (_ENDED if ends else '')}")
+        if time.monotonic() - self._asked_at < 4 * _BEAT_S:
+            self._hear(store)
+        with self._lock:
+            waiting = list(self._gatherings)
+        for each in waiting:
+            self._gather(store, each)
+        self._store.silent_s = 0.0
+        return any(not each.over.is_set() for each in waiting)
+
+    def _hear(self, store: Any) -> None:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        known = [rank for rank in others if rank in self._heard or store.check([f"{_KEYS}/{rank}"])]
+        said = store.multi_get([f"{_KEYS}/{rank}" for rank in known]) if known else []
+        with self._lock:
+            passed_s = self._passed("_heard_at")
+            for rank, theirs in zip(known, said, strict=True):
+                count, *now = bytes(theirs).decode().split()
+                before = self._heard.get(rank)
+                silent_s = before.silent_s + passed_s if before is not None and before.count == count else 0.0
+                self._heard[rank] = _Heard(count, now, silent_s)
+
+    def _gather(self, store: Any, each: _Gathering) -> None:
+        if each.own is not None:
+            store.set(each.keys[self.rank], each.own)
+            each.own = None
+        if store.check(each.keys):
+            each.found = [bytes(value) for value in store.multi_get(each.keys)]
+        elif each.names:
+            each.absent = [rank for rank, key in enumerate(each.keys) if not store.check([key])]
+        else:
+            return
+        each.over.set()
+
+    def failed(self) -> None:
+        """Note that the store does not answer any more."""
+        self._store.said = [_ENDED]
+
+    @property
+    def _others_know(self) -> bool:
+        with self._lock:
+            return all(each.said or each.is_missing(True) for each in self._heard.values())
+
+    def close(self) -> None:
+        """Say that this rank ends, and end the thread."""
+        self.ends = True
+        self._wake.set()
+        self._thread.join(_LAST_WORDS_S)
+
+
+def _run(presence: weakref.ref[Presence], wake: threading.Event) -> None:
+    store, pause_s = None, _POLL_S
+    while (found := presence()) is not None:
+        given = found.store()
+        ends = given is None or found.ends
+        try:
+            if store is None and given is not None:
+                store = given.clone()  # a connection of its own: calls of other threads may hold the other one
+            busy = store is not None and found.exchange(store, ends)
+        except Exception:  # torch's own, of several types
+            found.failed()
+            return
+        if ends:
+            return
+        del found, given
+        pause_s = min(2 * pause_s, _MOST_POLL_S) if busy else _BEAT_S
+        if wake.wait(pause_s):
+            pause_s = _POLL_S
+        wake.clear()
 
 
 def words(ranks: Sequence[int]) -> str:
-    """Return who has ended, for messages; none of ``ranks``: it is not known who."""
+    """Return who is missing, for messages; none of ``ranks``: it is not known who."""
     if not ranks:
         return "another rank has probably ended"
+    if LAUNCHER in ranks:
+        return "the launcher's store, by which the ranks met, has ended or cannot be reached"
     named = ", ".join(map(str, ranks))
-    return f"rank {named} has ended" if len(ranks) == 1 else f"ranks {named} have ended"
+    return f"{f'rank {named} has' if len(ranks) == 1 else f'ranks {named} have'} ended or cannot be reached"
 
 
-def _number(place: int) -> bytes:
-    return place.to_bytes(8, "little")
+_current: Presence | None = None
+_making = threading.Lock()
 
 
-def _padded(said: bytes) -> Tensor:
-    return torch.tensor(list(said[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _left(until: float) -> float:
-    """Return the seconds that are left, as a timeout: above 0."""
-    return max(_LOOK_S, until - time.monotonic())
-
-
-def _own_address() -> str:
-    """Return the address by which the other machines reach this one: that of the way to where the ranks met."""
-    meeting = os.environ.get("MASTER_ADDR")
-    if meeting:
-        with contextlib.suppress(OSError):
-            for family, kind, protocol, _, address in socket.getaddrinfo(meeting, 1, type=socket.SOCK_DGRAM):
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # nothing is sent
-                    return str(probe.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
-
-
-def _up_to(connection: socket.socket, count: int) -> bytes:
-    """Return the next ``count`` bytes, or what arrives before the connection ends."""
-    said = b""
-    while len(said) < count and (part := connection.recv(count - len(said))):
-        said += part
-    return said
-
-
-def _received(connection: socket.socket) -> bytes | None:
-    """Return what has arrived: None if nothing, and nothing at all if the connection has ended."""
-    try:
-        return connection.recv(16)
-    except (BlockingIOError, InterruptedError):
+def presence() -> Presence | None:
+    """Return that of the default process group; None if there is no such group, or it has one rank."""
+    global _current
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    except OSError:
-        return b""
+    store = dist.distributed_c10d._get_default_store()
+    with _making:
+        if _current is None or _current.store() is not store:
+            _current = Presence(store, dist.get_rank(), dist.get_world_size())
+        return _current
 
 
-def _leave(peers: dict[int, _Peer]) -> None:
-    for peer in peers.values():
-        with contextlib.suppress(OSError):
-            peer.connection.send(_LEAVING)
-        peer.connection.close()
-    peers.clear()
-
-
-_all: weakref.WeakSet[Presence] = weakref.WeakSet()
+def _close() -> None:
+    if _current is not None:
+        _current.close()
 
 
 def _after_fork() -> None:
-    """Close copies of connections in a forked process (of a data loader), which could outlive this one."""
-    for presence in list(_all):
-        for peer in presence._peers.values():
-            peer.connection.close()  # says nothing to the other rank
-        presence._peers.clear()
+    """Forget what belongs to another process, whose thread is not in this one (of a data loader)."""
+    global _current, _making
+    _current, _making = None, threading.Lock()
 
 
+atexit.register(_close)
 os.register_at_fork(after_in_child=_after_fork)

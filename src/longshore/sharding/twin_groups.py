@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import LongshoreError
+from longshore.sharding.waiting import finish, gather_from_all, gather_objects, timeout_of
 
 
 def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
@@ -28,20 +29,17 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
     """
     group = dist.group.WORLD if group is None else group
     ranks = sorted(dist.get_process_group_ranks(group) if ranks is None else ranks)
-    parts = [ranks]
-    if len(ranks) < dist.get_world_size():
-        # Without the other ranks (use_local_synchronization=True) torch names a group by its ranks and by how many
-        # groups there are: after one was destroyed, the next has its name, and finds its addresses in the store.
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, ranks)
-        parts = sorted({tuple(each): each for each in said}.values())
+    # torch's new_group() does not say which rank it waits for, so all are there before it is called, also where their
+    # groups differ: without the others (use_local_synchronization=True) torch names a group by its ranks and by how
+    # many groups there are; after one was destroyed, the next has its name, and finds its addresses in the store.
+    parts = sorted({tuple(each): each for each in gather_from_all("making process groups", ranks)}.values())
     timeout = timeout_of(group, device)
     made = [dist.new_group(part, timeout=timeout, backend=backend) for part in parts]
     mine: Any = made[parts.index(ranks)]
     if dist.get_backend(mine) == "gloo":
         # It connects its ranks at once. One that is done first, and that destroys the group without having used it,
         # would break the connection that another is still making.
-        dist.barrier(mine)
+        finish(dist.barrier(mine, async_op=True), mine)
     return mine
 
 
@@ -128,11 +126,11 @@ def _again(kind: _Kind, control: Any) -> Any | None:
     idle = _idle[kind] = [each for each in _idle.get(kind, ()) if _exists(each)]
     names = {each.group_name: each for each in idle}
     whole = len(kind.ranks) == dist.get_world_size()
-    said: list[Any] = [None] * dist.get_world_size()
+    said = (kind.ranks, set(names))
     # Where there are other groups, all of them make new ones, or none does.
-    dist.all_gather_object(said, (kind.ranks, set(names)), group=control if whole else None)
+    everyone = gather_objects(said, control) if whole else gather_from_all("using process groups again", said)
     common: dict[tuple[int, ...], set[str]] = {}
-    for ranks, theirs in said:
+    for ranks, theirs in everyone:
         common[ranks] = common.get(ranks, theirs) & theirs
     if not all(common.values()):
         return None
@@ -148,15 +146,3 @@ def _exists(group: Any) -> bool:
     except (KeyError, ValueError):
         return False
     return True
-
-
-def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return how long collectives of ``group`` wait; None if torch does not say, and its default applies.
-
-    torch (2.8 to 2.13) has a public way to set the timeout, and none to read it. A new group does not inherit it.
-    """
-    try:
-        found = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return found if isinstance(found, timedelta) and found > timedelta(0) else None

@@ -23,8 +23,8 @@ def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[]
     """Wait for a collective of gloo, for as long as the group's own timeout allows; raise its error. Once ``unless`` is
     set, do not wait for it.
 
-    ``gone`` returns the ranks that have ended. A collective that is not done a little later never will be: gloo does
-    not tell the ranks that exchange nothing with those directly.
+    ``gone`` returns the ranks that are missing. A collective that is not done a little later never will be: gloo does
+    not tell the ranks that exchange nothing with those directly, nor of a network that is cut.
 
     A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
     it comes back now and then, and once the process is about to end, it waits in Python, and goes on only if another
@@ -36,7 +36,7 @@ def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[]
             return
         if time.monotonic() > until:
             let_go((), work)
-            raise ConnectionError("the connection to another rank was closed")
+            raise ConnectionError("another rank does not answer")
         try:
             work.wait(_SLICE)
             return

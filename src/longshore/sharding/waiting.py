@@ -1,0 +1,148 @@
+"""Collectives outside of the collective thread: whoever waits for them hears which ranks are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longshore.errors import LongshoreError, RankError
+from longshore.sharding.presence import ADVICE, presence, words
+from longshore.sharding.unfinished import let_go, wait_for
+
+T = TypeVar("T")
+
+_POLL_S = 0.0005
+_DEFAULT_TIMEOUT_S = 1800.0
+
+
+def missing(ranks: Sequence[int]) -> Sequence[int]:
+    """Return the ranks for which some of these wait in vain; see :meth:`Presence.missing`."""
+    here = presence()
+    return () if here is None else here.missing(ranks)
+
+
+@contextlib.contextmanager
+def communicating(ranks: Sequence[int], advice: str = ADVICE) -> Iterator[None]:
+    """Context of calls of torch.distributed, whose errors become a RankError that names who is missing of ``ranks``."""
+    try:
+        yield
+    except LongshoreError:
+        raise
+    except (RuntimeError, ConnectionError) as failure:
+        # torch.distributed raises this when a peer is gone or late. A traceback into torch would not help users.
+        here = presence()
+        gone = [] if here is None else here.who_broke(ranks)
+        raise RankError(
+            f"rank {dist.get_rank()}: a collective failed ({_essence(failure)}), so {words(gone)}; {advice}"
+        ) from failure.with_traceback(None)
+
+
+def finish(work: Any, group: Any, device: torch.device | None = None, advice: str = ADVICE) -> None:
+    """Wait for a collective of ``group``.
+
+    Args:
+        device: device of its tensors; None: the CPU.
+
+    Raises:
+        RankError: a rank is missing.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    with communicating(ranks, advice):
+        if device is None or device.type == "cpu":
+            try:
+                wait_for(work, None, lambda: missing(ranks))
+            except BaseException:
+                let_go((group,), work)  # to destroy the group would wait for it
+                raise
+            return
+        while not work.is_completed():
+            if missing(ranks):
+                abort(group, device)
+                raise ConnectionError("another rank does not answer")
+            time.sleep(_POLL_S)
+        work.wait()
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """End the collectives of ``group`` that are under way on ``device``; raise RuntimeError if that is not possible."""
+    aborting: Any = group
+    with contextlib.suppress(RuntimeError):
+        aborting = group._get_backend(device)
+    try:
+        aborting.abort()
+    except AttributeError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def gather_rows(row: Tensor, group: Any, advice: str = ADVICE) -> Tensor:
+    """Return every rank's ``row``, on the CPU and equally long, as ``[world_size, numel]``."""
+    count = dist.get_world_size(group)
+    rows = torch.empty(count * row.numel(), dtype=row.dtype)
+    with communicating(dist.get_process_group_ranks(group), advice):
+        work = all_gather_single(rows, row, group)
+    finish(work, group, advice=advice)
+    return rows.view(count, -1)
+
+
+def gather_objects(value: T, group: Any, advice: str = ADVICE) -> list[T]:
+    """Return every rank's value, by rank, over a ``group`` of gloo.
+
+    Raises:
+        RankError: a rank is missing.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = gather_rows(torch.tensor([own.numel()]), group, advice).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: own.numel()] = own
+    rows = gather_rows(padded, group, advice)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_from_all(what: str, value: T) -> list[T]:
+    """Return the value of each rank of the default process group; see :meth:`Presence.gather`."""
+    here = presence()
+    if here is None:
+        return [value]
+    return here.gather(what, value, _patience_s())
+
+
+def _patience_s() -> float:
+    world: Any = dist.group.WORLD
+    for device in getattr(world, "_device_types", ()):
+        if (found := timeout_of(world, device)) is not None:
+            return found.total_seconds()
+    return _DEFAULT_TIMEOUT_S
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """Return how long collectives of ``group`` wait; None if torch does not say, and its default applies.
+
+    torch (2.8 to 2.13) has a public way to set the timeout, and none to read it. A new group does not inherit it.
+    """
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) and found > timedelta(0) else None
+
+
+def all_gather_single(output: Tensor, part: Tensor, group: Any) -> Any:
+    """Gather equal parts, flat, in the order of the ranks; return the handle."""
+    # In older torch the same call has a longer name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, group=group, async_op=True)
+
+
+def _essence(failure: Exception) -> str:
+    """Return the first sentence of a message, without the line of C++ that it comes from."""
+    first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
