@@ -34,7 +34,8 @@ Unknown keys are errors with the nearest known one, and all problems of a file a
 keys of other programs, `LONGSHORE_UNKNOWN_KEYS=warn` in the environment makes unknown keys at its top level warnings;
 they are ignored then. Keys that are comments (`_comment`, `comment`, and others that begin with `_`, `//` or `#`) are
 ignored with one warning at the top level and in `optimizer`, `scheduler`, `activation_checkpointing` and
-`flops_profiler`, where DeepSpeed ignores them, and errors elsewhere, where it refuses them. `null` means that the key is left out, except where a line says otherwise.
+`flops_profiler`, where DeepSpeed ignores them, and errors elsewhere, where it refuses them. `null` means that the key
+is left out, except where a line says otherwise.
 
 What DeepSpeed converts is converted, with one warning that lists such keys
 (`tests/engine/config/test_conversions.py`): 0, 1, `"true"`, `"off"` and the like to true and false, and `"5"` or

@@ -126,9 +126,9 @@ def clipped_by_the_optimizer(kind: str, max_norm: float) -> tuple[dict[str, Tens
     """Weights and norms of a prepared loop whose optimizer clips; "plain" does by hand what longshore's does."""
     norms: list[float] = []
     with fresh_accelerate():
-        mine = accelerator()
+        mine, data = accelerator(), DataLoader(make_data(32), batch_size=2)  # pyright: ignore[reportArgumentType]
         model = make_model()
-        model, optimizer, loader = mine.prepare(model, make_optimizer(kind, model), DataLoader(make_data(32), 2))
+        model, optimizer, loader = mine.prepare(model, make_optimizer(kind, model), data)
         for batch in loader:
             with mine.accumulate(model):
                 mine.backward(model(**batch).loss)
