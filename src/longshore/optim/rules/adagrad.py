@@ -6,9 +6,10 @@ Stochastic Optimization" (2011), with torch's decay of the learning rate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tens
     denominator = root(total) + eps
     p = p + divide(negative_step_size * g, denominator)
     return p, total
+
+
+def _initial_sum(value: Any, name: str) -> float:
+    """Read a number of at least 0 that float32 sums can begin with."""
+    found = not_negative(value, name)
+    if torch.finfo(torch.float32).max < found < math.inf:
+        raise ValueError(f"{name} must be at most {torch.finfo(torch.float32).max}, and is {found}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class AdagradFamily(RuleFamily):
         "lr_decay": not_negative,
         "eps": not_negative,
         "weight_decay": not_negative,
-        "initial_accumulator_value": not_negative,
+        "initial_accumulator_value": _initial_sum,
         "maximize": flag,
     }
     rule = AdagradRule
