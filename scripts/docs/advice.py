@@ -86,6 +86,7 @@ BY_FAMILY = [
         r"a collective failed|a collective was under way|«what»: «words»",
         "Look at the first error of any rank, and start again from a checkpoint (complete ones are unchanged).",
     ),
+    (r"«failed» could not connect", "See the error of the rank that it names."),
     (r"all ranks have to make the same calls", "Make the same calls on every rank, and see that each of them runs."),
     (r"see its own error", "See the error of the rank that it names; then `zero_grad()` on every rank."),
     (r"pip install", "Install what it names."),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from longshore.engine.ranks import Ranks, RendezvousError, join
+from longshore.engine.rendezvous import Start
 
 CHILD = Path(__file__).with_name("ranks_child.py")
 
@@ -115,7 +116,9 @@ def test_one_rank_under_torchrun_has_a_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_that_do_not_come_are_missed_in_time() -> None:
     environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "127.0.0.1"}
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"rank 0 of 2 \(Slurm variables\).*within 1 s.*with srun.*RANK=0"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 0 of 2 \(Slurm variables\).*within 1 s: rank 1 did not come.*srun.*RANK=0"
+    ):
         join(device="cpu", timeout=timedelta(seconds=1), environ={**environ, "MASTER_PORT": str(free_port())})
     assert time.monotonic() - began < 20  # torch's own limits are minutes
     assert not dist.is_initialized()
@@ -134,16 +137,16 @@ def test_a_rank_has_joined_when_all_have(monkeypatch: pytest.MonkeyPatch) -> Non
         join(device="cpu", timeout=60, environ=environments_of(rank, [1, 1, 1])[0])
         return list(made)
 
-    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: store)
+    monkeypatch.setattr("longshore.engine.ranks.store_at", lambda *_: store)
     monkeypatch.setattr(dist, "init_process_group", make)
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(joined, [0, 1])) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_that_ends_before_it_has_joined_is_missed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
+    monkeypatch.setattr("longshore.engine.ranks.store_at", lambda *_: HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: None)
-    with pytest.raises(RendezvousError, match=r"rank 0 of 2.*within 0\.2 s"):
+    with pytest.raises(RendezvousError, match=r"rank 0 of 2.*within 0\.2 s: rank 1 did not come\. Check .*GLOO_SOCKET"):
         join(device="cpu", timeout=0.2, environ=environments_of(0, [1, 1, 1])[0])
 
 
@@ -180,13 +183,14 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
-    monkeypatch.setattr("longshore.engine.ranks._store_at", lambda *_: HashStore())
-    monkeypatch.setattr("longshore.engine.ranks._wait_for_all", lambda *_: None)
+    monkeypatch.setattr("longshore.engine.ranks.store_at", lambda *_: HashStore())
+    monkeypatch.setattr(Start, "meet", lambda self: self._store)
+    monkeypatch.setattr(Start, "connect", lambda self, store, make: make())
     environ = {**environments_of(1, [1, 1, 1])[0], "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
     for count, expected in ((4, 3), (1, 0)):  # with one device in sight, a scheduler hid the others
         monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
         assert join(environ=environ).device == torch.device("cuda", expected)
-    assert chosen == [3, 0] and made == ["nccl", "nccl"]
+    assert chosen == [3, 3, 0, 0] and made == ["nccl", "nccl"]  # on this thread, and on the one that connects
     assert join(environ=environ, device="cpu").device == torch.device("cpu") and made[-1] == "gloo"
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 3 asks for cuda:3, and this process sees 2"):

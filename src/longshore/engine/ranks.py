@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from longshore.accelerator import accelerator_type, is_accelerator
 from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
+from longshore.engine.rendezvous import Start, forget_stores, store_at
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
 from longshore.sharding.waiting import gather_from_all
@@ -98,7 +97,7 @@ def join(
         raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
     if is_accelerator(place):
         torch.accelerator.set_device_index(place.index)  # nccl uses the current device
-    _initialise(backend, launch, limit)
+    _initialise(backend, launch, place, limit)
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
 
@@ -226,49 +225,29 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     return torch.device(place.type, index)
 
 
-_stores: dict[tuple[str, int, int], tuple[Store, int]] = {}
-"""For each address, rank and world size the store by which ranks meet, and how often they met there."""
+def _initialise(backend: str, launch: Launch, place: torch.device, timeout: timedelta) -> None:
+    host, port = launch.master_addr or "", launch.master_port or 0
 
+    def make() -> None:
+        if is_accelerator(place):
+            torch.accelerator.set_device_index(place.index)  # this is another thread
+        # No device_id: later groups, also a user's of some ranks, would be split off this one by all of its ranks.
+        dist.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
-def _store_at(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a store in which nothing is written yet.
-
-    The store itself stays until the process ends, since rank 0 could not open its port again while others still leave,
-    and torchrun's outlives all groups. In it torch writes to the same keys for every first group of a process, and a
-    rank that meets the others for the second time would read the addresses of the first.
-    """
-    key = address, rank, world_size
-    store, times = _stores.get(key) or (next(iter(rendezvous(address, rank, world_size, timeout=timeout)))[0], 0)
-    store.set_timeout(timeout)
-    _stores[key] = store, times + 1
-    return PrefixStore(f"longshore/{times}", store)
-
-
-def _wait_for_all(store: Store, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks have made the process group.
-
-    Gloo connects its ranks when a group is made. One that is done first, and that ends with an error at once, would
-    break the connection that another is still making, which would then report that rather than the first error.
-    """
-    if store.add("joined", 1) == world_size:
-        store.set("all joined", "")
-    store.wait(["all joined"], timeout)
-
-
-def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
-    host = launch.master_addr or ""
-    address = f"{f'[{host}]' if ':' in host else host}:{launch.master_port}"
     try:
         # As env:// does, this uses torchrun's own store if there is one.
-        store = _store_at(f"tcp://{address}", launch.rank, launch.world_size, timeout)
-        # No device_id: later groups, also a user's of some ranks, would be split off this one by all of its ranks.
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-        _wait_for_all(store, launch.world_size, timeout)
+        start = Start(
+            store_at(host, port, launch.rank, launch.world_size, timeout), launch.rank, launch.world_size, timeout
+        )
+        own = start.meet()
+        start.connect(own, make)
     except (RuntimeError, OSError) as error:  # these include torch's DistError and timeouts
-        _stores.clear()  # how often the other ranks came is not known
+        forget_stores()
         raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher} variables) did not meet the others at "
-            f"{address} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
-            f"Check that all ranks were started (in a Slurm job: with srun) and reach that host and port; "
-            f"for one rank alone set RANK=0 and WORLD_SIZE=1"
+            f"{f'[{host}]' if ':' in host else host}:{port} within {timeout.total_seconds():g} s: "
+            f"{str(error).splitlines()[0].rstrip('.')}. "
+            "Check that all ranks were started (in a Slurm job: with srun), that each reaches that host and port, and "
+            "any port of any other host (no firewall between them; host names that are not 127.0.1.1 in /etc/hosts; "
+            "GLOO_SOCKET_IFNAME names the network interface); for one rank alone set RANK=0 and WORLD_SIZE=1"
         ) from error
