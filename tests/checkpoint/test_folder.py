@@ -31,7 +31,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Content, Target, write
 from longshore.checkpoint.training_state import find
 from longshore.checkpoint.values import Values, read_values
-from longshore.errors import CheckpointError
+from longshore.errors import CheckpointError, RankError
 
 NUMEL = 1000
 TENSORS = "model-00000-of-00001.safetensors"
@@ -268,6 +268,45 @@ def test_the_pointer_goes_before_age(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "a")
     with pytest.warns(UserWarning, match="no checkpoint .*a, which"):
         assert load(tmp_path) == 2
+
+
+def test_steps_and_not_the_clock_say_what_is_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "b", 1)
+    monkeypatch.setattr(folder_module.time, "time_ns", lambda: 10)
+    save(tmp_path, "a", 2)
+    (tmp_path / "latest").unlink()
+    assert load(tmp_path) == 2
+
+
+class LosesItsPeers(RankGroup):
+    """The first rank, which loses the others at one of the times that they tell each other something."""
+
+    def __init__(self, lost_at: int) -> None:
+        super().__init__()
+        self._left = lost_at
+
+    def gather(self, value: Any) -> list[Any]:
+        self._left -= 1
+        if self._left < 0:
+            raise RankError("rank 0: rank 1 has ended or cannot be reached")
+        return [value]
+
+
+@pytest.mark.parametrize("lost_at", range(7))
+def test_ranks_that_are_lost_fail_a_save_only_before_it_is_complete(
+    lost_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = torch.zeros(NUMEL)
+    part = SavedBoxes("model.weight", torch.float32, (NUMEL,), [Box((0,), (NUMEL,))], lambda: values)
+    content = Content([part], Values.of({"number": 0, "again": torch.tensor(0)}), Values.of({}), {}, 1, "run")
+    failed = False
+    try:
+        assert write(content, Target(tmp_path, "a"), LosesItsPeers(lost_at)) == tmp_path / "a"
+    except RankError:
+        failed = True
+    assert failed == (load(tmp_path) is None) == (lost_at < 4)
+    assert ("is complete, and another rank did not hear of it" in caplog.text) == (lost_at in (4, 5))
+    assert hidden(tmp_path) == []
 
 
 # -- damage -------------------------------------------------------------------

@@ -294,22 +294,24 @@ def read_latest(root: Path) -> str | None:
 
 def candidates(root: Path) -> list[Candidate]:
     """Return a folder's checkpoints in the order in which to resume from them: the one that ``latest`` names, then the
-    newest first. An incomplete one comes with its error. Checksums are not verified."""
+    newest first, by its steps. An incomplete one comes with its error. Checksums are not verified."""
     latest = read_latest(root)
     found = []
     for path in _folders(root):
         named = tag_of(path) == latest
         try:
             whole = WholeCheckpoint(path)
-            found.append((named, whole.created_ns, whole.step, path, None))
+            # The clock may have been set back. Older versions wrote no sequence.
+            age = (whole.step, whole.entry("sequence", int, -1), whole.created_ns)
+            found.append((named, age, path, None))
         except CheckpointError as error:
             if not path.name.startswith(REPLACED):
-                found.append((named, -1, -1, path, error))
-    found.sort(key=lambda entry: entry[:3], reverse=True)
+                found.append((named, (-1, -1, -1), path, error))
+    found.sort(key=lambda entry: entry[:2], reverse=True)
     if latest is not None and not any(named for named, *_ in found):
         error = CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
-        found.insert(0, (True, -1, -1, root / latest, error))
-    return [(path, error) for *_, path, error in found]
+        found.insert(0, (True, (-1, -1, -1), root / latest, error))
+    return [(path, error) for _, _, path, error in found]
 
 
 def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:

@@ -26,7 +26,7 @@ from longshore.checkpoint.files import WrittenFile, write_json
 from longshore.checkpoint.folder import Draft, check_latest, prune
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.values import Values
-from longshore.errors import CheckpointError, LongshoreError
+from longshore.errors import CheckpointError, LongshoreError, RankError
 from longshore.tiles import StateSnapshot, memory_for_speculation
 
 T = TypeVar("T")
@@ -137,6 +137,7 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
         RankError: another rank has ended.
     """
     draft: list[Draft] = []
+    committed = False
 
     def begin() -> Path:
         if target.latest:
@@ -144,12 +145,20 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
         draft.append(Draft(target.root, target.tag))
         return draft[0].path
 
+    def commit(ranks: list[_Written]) -> None:
+        nonlocal committed
+        _commit(draft[0], ranks, content, target)
+        committed = True
+
     try:
         path = group.first(lambda: _explained(begin, target))
         mine = group.together(lambda: _explained(lambda: _write_files(content, path, group), target))
         ranks = group.gather(mine)
-        group.first(lambda: _explained(lambda: _commit(draft[0], ranks, content, target), target))
-    except BaseException:
+        group.first(lambda: _explained(lambda: commit(ranks), target))
+    except BaseException as error:
+        if committed and isinstance(error, RankError):
+            _LOGGER.error("%s is complete, and another rank did not hear of it: %s", target.root / target.tag, error)
+            return target.root / target.tag
         for each in draft:
             each.discard()
         raise
