@@ -15,9 +15,9 @@ import torch.distributed as dist
 from longshore.cli.terminal import CommandError, SharedError, StopNow
 from longshore.engine.ranks import join
 from longshore.errors import RankError
-from longshore.sharding.presence import words
+from longshore.sharding.presence import presence, words
 from longshore.sharding.twin_groups import twin_of
-from longshore.sharding.waiting import finish, gather_objects, missing
+from longshore.sharding.waiting import finish, gather_objects
 
 T = TypeVar("T")
 
@@ -96,7 +96,9 @@ class RunGroup:
         except (RankError, RuntimeError) as error:
             if self.size == 1 or not _is_lost_rank(error):
                 raise
-            raise CommandError(f"{words(missing(range(self.size)))}: {_LOST}") from error
+            here = presence()
+            lost = [] if here is None else here.who_broke(range(self.size))
+            raise CommandError(f"{words(lost)}: {_LOST}") from error
 
     def close(self) -> None:
         """Leave the group, on all ranks, while nothing is under way."""
