@@ -585,10 +585,10 @@ MUTANTS = [
     ),
     Mutant(
         "the second engine meets where the first one did",
-        "engine/ranks.py",
-        'f"longshore/{times}"',
-        '"longshore"',
-        ("tests/engine/test_repeated.py",),
+        "engine/rendezvous.py",
+        'return PrefixStore(f"longshore/{names[0]}", self._store)',
+        'return PrefixStore("longshore", self._store)',
+        ("tests/engine/test_rendezvous.py",),
     ),
     # -- memory.py ------------------------------------------------------------
     Mutant(

@@ -22,16 +22,16 @@ MUTANTS = [
     Mutant(
         "a rank has a process group before the others have it",
         "sharding/twin_groups.py",
-        "        dist.barrier(mine)\n",
+        "        finish(dist.barrier(mine, async_op=True), mine)\n",
         "        pass\n",
         (f"{COLLECTIVES}::test_a_group_is_there_when_all_ranks_have_it",),
     ),
     Mutant(
         "a rank has joined before the others have",
-        "engine/ranks.py",
-        '    store.wait(["all joined"], timeout)\n',
-        "",
-        ("tests/engine/test_ranks.py",),
+        "engine/rendezvous.py",
+        "            lambda: store.check(everyone),",
+        "            lambda: True,",
+        ("tests/engine/test_rendezvous.py",),
     ),
     Mutant(
         "a process group is used again although one rank does not have it",
@@ -657,7 +657,7 @@ MUTANTS = [
     Mutant(
         "what is gathered is not waited for",
         "sharding/data_plane.py",
-        "                request.wait()\n",
+        "                self._wait_for(each)\n",
         "                pass\n",
         (COLLECTIVES,),
     ),
