@@ -33,7 +33,7 @@ test: $(SETUP) test-device
 # Tests in processes whose accelerator is the simulated one.
 ON_DEVICE := --simulated-device tests/simulated_device tests/transfer tests/tiles tests/tracing/test_device_times.py \
 	tests/engine/test_on_device.py tests/test_activations.py tests/streaming tests/cli/test_streaming.py \
-	tests/optim/test_device.py tests/checkpoint/test_device.py
+	tests/optim/test_device.py tests/checkpoint/test_device.py tests/test_fuzz.py
 test-device: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(QUICK)" $(ON_DEVICE)
 
@@ -71,18 +71,23 @@ test-mutants: $(SETUP) $(SIMULATED)
 test-mutants-sample: $(SETUP) $(SIMULATED)
 	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 1 --seed $$(git rev-parse HEAD)
 
-# Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), and for as many
-# on two; each that is not plain PyTorch's is made small and printed.
+# Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), for as many on
+# two, and for as many on one and on two simulated accelerators, where models are streamed; each that is not plain
+# PyTorch's is made small and printed. python -m fuzz --help says how to choose vocabularies.
 FUZZ_MINUTES ?= 60
 FUZZ := PYTHONPATH=tests $(BIN)/python -m fuzz
-fuzz: $(SETUP)
+fuzz: $(SETUP) $(SIMULATED)
 	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 1
 	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 2
+	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 1 --simulated-device
+	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 2 --simulated-device
 
-# One minute of each, other programs for each commit.
-fuzz-sample: $(SETUP)
-	$(FUZZ) --minutes 1 --ranks 1 --seeds-of $$(git rev-parse HEAD)
-	$(FUZZ) --minutes 1 --ranks 2 --seeds-of $$(git rev-parse HEAD)
+# Some of each, other programs for each commit.
+fuzz-sample: $(SETUP) $(SIMULATED)
+	$(FUZZ) --minutes 0.7 --ranks 1 --seeds-of $$(git rev-parse HEAD)
+	$(FUZZ) --minutes 0.7 --ranks 2 --seeds-of $$(git rev-parse HEAD)
+	$(FUZZ) --minutes 0.7 --ranks 1 --simulated-device --seeds-of $$(git rev-parse HEAD)
+	$(FUZZ) --minutes 0.5 --ranks 2 --simulated-device --seeds-of $$(git rev-parse HEAD)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

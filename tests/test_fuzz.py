@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fuzz.__main__ import main
-from fuzz.compare import Finding, run
-from fuzz.playing import Case, play, script_of, smallest
+from fuzz.compare import Finding, Outcome, run
+from fuzz.playing import Case, Player, play, script_of, smallest
 from fuzz.refusals import refusal_of
 from fuzz.shrink import shrunk
 from fuzz.vocabulary import SETS
 from ranks import Ranks
 
+import longshore
+from longshore.checkpoint.optimizer_state import OptimizerState
+from longshore.kernels.formats import stream_of
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import KeptGradients
+from longshore.optim.rules.muon import MomentumRule
+from longshore.streaming import blocks
+from longshore.streaming.parameters import Lanes, StreamedParameter
 from longshore.tiles import TileStore
 
 PLAIN_LOOPS = tuple(each for each in SETS if each not in ("training", "clipping", "members"))
@@ -42,12 +49,24 @@ def the_last_parameter_is_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeptGradients, "collect", lambda self: dict(list(collect(self).items())[:-1]))
 
 
-def first_finding() -> tuple[Case, Finding]:
-    for seed in SEEDS:
-        case = Case(seed, PLAIN_LOOPS)
-        if (found := run(case.program, case.compare_states).finding) is not None:
+def first_finding(kind: str = "", seeds: range = SEEDS, **how: Any) -> tuple[Case, Finding]:
+    for seed in seeds:
+        case = Case(seed, **how)
+        found = IN_PROCESS(case.program, case.compare_states).finding
+        if found is not None and kind in found.kind:
             return case, found
     raise AssertionError("nothing was found")
+
+
+class InProcess(Player):
+    """Plays all parts of a program in this process, one after the other."""
+
+    def _play(self, world_size: int, part: list[str], compare_states: bool, folder: str) -> Outcome:
+        assert world_size == 1
+        return run(part, compare_states, folder)
+
+
+IN_PROCESS = InProcess()
 
 
 @pytest.mark.quick(0)
@@ -59,11 +78,153 @@ def test_a_planted_fault_is_found_and_shrunk_to_a_few_lines(
 ) -> None:
     with monkeypatch.context() as patch:
         plant(patch)
-        case, found = first_finding()
+        case, found = first_finding(without=PLAIN_LOOPS)
         program = smallest(run, case.program, found, case.compare_states)
         assert run(program, case.compare_states).finding is not None
         assert sum(line.count("\n") + 1 for line in program) <= 7
     assert run(program, case.compare_states).finding is None
+
+
+# -- other vocabularies ---------------------------------------------------------------------------
+
+
+def random_bits_are_the_same_for_all_parameters(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("longshore.optim.offload.stream_of", lambda seed, name: stream_of(seed, ""))
+
+
+def momentum_is_never_nesterovs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MomentumRule, "scalars", property(lambda self: (1.0 - self.momentum, self.momentum, 0.0)))
+
+
+def step_counts_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OptimizerState, "restore_histories", lambda *_: None)
+
+
+def a_file_without_clipping_is_clipped_to_another_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("longshore.engine.config.load._DEEPSPEED_CLIPPING", 0.01)
+
+
+PLANTED = {
+    "states": random_bits_are_the_same_for_all_parameters,
+    "muon": momentum_is_never_nesterovs,
+    "chains": step_counts_are_not_loaded,
+    "files": a_file_without_clipping_is_clipped_to_another_norm,
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "words_of",
+    [
+        pytest.param(each, marks=pytest.mark.needs_torch("torch.optim.Muon") if each == "muon" else ())
+        for each in PLANTED
+    ],
+)
+def test_each_vocabulary_finds_what_is_planted(words_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        PLANTED[words_of](patch)
+        case, found = first_finding("differ", range(80), words_of=words_of)
+    again = IN_PROCESS(case.program, case.compare_states).finding
+    assert again is None or again.kind != found.kind
+
+
+@pytest.mark.medium
+def test_a_configuration_that_is_read_as_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps(
+        {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 2}, "parms": {}}}
+    )
+    program = ["m = Net()", f"e, o, p = initialized(m, {text!r})", "e.backward(e(1))", "e.step()"]
+    assert run(program).refused == {"wrong configuration": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("longshore.initialize", lambda model, config: initialize_leniently(model, text))
+        found = run(program).finding
+    assert found is not None
+    assert found.kind == "only plain PyTorch raises Unreadable"
+
+
+def initialize_leniently(model: Any, text: str) -> Any:
+    config = json.loads(text)
+    del config["optimizer"]["parms"]
+    return longshore.engine.initialize(model=model, config=config)
+
+
+def gradients_are_halved_on_their_way(patch: pytest.MonkeyPatch) -> None:
+    bring = Lanes.bring
+    patch.setattr(Lanes, "bring", lambda self, gradient: bring(self, gradient * 0.5))
+
+
+def copies_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamedParameter, "wait", lambda self: None)
+
+
+def graphs_are_kept(patch: pytest.MonkeyPatch) -> None:
+    class Kept(blocks._Kept):
+        all: ClassVar[list[Any]] = []
+
+        def __init__(self, *_: Any) -> None:
+            self.all.append(self)
+
+    patch.setattr(blocks, "_Kept", Kept)
+
+
+RACE = [
+    "m = Blocks(dtype='bf16')\np = list(m.parameters())\nm = streamed(m)",
+    "delays(1, 0, 3000)",
+    *["with torch.no_grad():\n    y = m(3)\n\nwith torch.no_grad():\n    p[5].zero_()\n    p[20].zero_()\n\nsee(y)"]
+    * 3,
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.medium
+@pytest.mark.needs_torch("longshore.stream")
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [(gradients_are_halved_on_their_way, "differ"), (graphs_are_kept, "memory of the device is kept")],
+)
+def test_streams_find_what_is_planted(
+    plant: Callable[[pytest.MonkeyPatch], None], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = ("hooks", "stream hooks", "stream changes")
+    with monkeypatch.context() as patch:
+        plant(patch)
+        case, found = first_finding(kind, words_of="streams", without=quiet)
+    again = IN_PROCESS(case.program, case.compare_states).finding
+    assert again is None or again.kind != found.kind
+
+
+@pytest.mark.gpu
+@pytest.mark.needs_torch("longshore.stream")
+def test_a_race_of_a_streamed_forward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "\n\n".join(RACE).split("\n\n")
+    assert run(program).finding is None
+    with monkeypatch.context() as patch:
+        copies_are_not_waited_for(patch)
+        found = run(program).finding
+    assert found is not None
+    assert found.kind == "what is seen differs"
+
+
+@pytest.mark.medium
+@pytest.mark.needs_torch("stage 3")
+def test_a_chain_goes_over_ranks() -> None:
+    program = [
+        *("ranks(1)", "m = Net()", "o = AdamW(m.named_parameters())", "m(1).backward()", "o.step()", "keep('0', m, o)"),
+        *("ranks(2)", "ours(stage=3)", "m = Net()\nn = list(m.named_parameters())", "e, o, p = engine(m, 'AdamW', n)"),
+        *("e.backward(e(1 + rank))", "e.step()", "keep('1', m, e)"),
+        *("ranks(1)", "ours(release_gradients=True)", "m = Net()", "o = AdamW(m.named_parameters())"),
+        *("take('1', m, o)", "m(1).backward()", "o.step()"),
+    ]
+    player = Player()
+    try:
+        outcome = player(program, True)
+        assert (outcome.finding, outcome.steps) == (None, 3)
+        wrong = [*program[:-2], "m(1).backward() if type(o).__module__.startswith('longshore') else None", "o.step()"]
+        found = player(wrong, True).finding
+        assert found is not None
+        assert found.place == len(wrong) - 1
+    finally:
+        player.stop()
 
 
 @pytest.mark.medium
@@ -113,7 +274,7 @@ def test_an_engine_on_two_ranks_is_compared_on_both(stage: int, two_ranks: Ranks
 
 def test_a_seed_stands_for_one_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Case(7).program == Case(7).program != Case(8).program
-    main(["--seed", "7", "--show", "--one-line"])
+    main(["--seed", "7", "--show", "--one-line", "--words", "scripts"])
     file = tmp_path / "case.py"
     file.write_text(shown := capsys.readouterr().out)
     assert shown.strip() == script_of(Case(7), Case(7).program)

@@ -2,4 +2,8 @@
 
 A program is a list of statements of Python. The same statements run with the names of ``worlds.py``, once bound to
 torch's classes and once to longshore's, and everything that a program can see is compared after each statement.
+
+Programs have one of several vocabularies: ``scripts`` (an optimizer or an engine), ``states`` (encoded ones), ``muon``,
+``chains`` (of checkpoints, over modes and numbers of ranks), ``files`` (configurations with mistakes), and, on the
+simulated accelerator, ``streams``.
 """

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from fuzz.playing import Case, fuzz, replay, script_of
+from fuzz.generate import VOCABULARIES
+from fuzz.playing import OF_THE_DEVICE, Case, fuzz, replay, script_of
 from fuzz.vocabulary import SETS
 
 
@@ -27,11 +28,24 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", action="store_true", help="programs of longshore.initialize only")
     which.add_argument("--one-line", action="store_true", help="programs of an optimizer only")
+    parser.add_argument("--words", type=_vocabularies, help=f"some of {', '.join(VOCABULARIES)}; without it, all")
+    parser.add_argument("--simulated-device", action="store_true", help="programs of the simulated accelerator")
     parser.add_argument("--seed", type=int, help="play the program of this seed only")
     parser.add_argument("--show", action="store_true", help="print the program of --seed, and play nothing")
     parser.add_argument("--without", action="append", default=[], choices=SETS, help="a set of words that is not used")
     parser.add_argument("--replay", type=Path, help="a file with a printed script")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    possible = [each for each in VOCABULARIES if (each in OF_THE_DEVICE) is arguments.simulated_device]
+    if arguments.words is None:
+        arguments.words = possible
+    if not set(arguments.words) <= set(possible):
+        how = "with" if arguments.simulated_device else "without"
+        parser.error(f"--words are some of {','.join(possible)} {how} --simulated-device")
+    return arguments
+
+
+def _vocabularies(text: str) -> list[str]:
+    return text.split(",")
 
 
 def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -40,7 +54,7 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
     while True:
         seed = dice.randrange(1 << 32) if arguments.seed is None else arguments.seed
         engine = arguments.engine or arguments.ranks > 1 or (not arguments.one_line and seed % 4 < 2)
-        yield Case(seed, without, arguments.ranks, engine)
+        yield Case(seed, without, arguments.ranks, engine, arguments.words[seed // 4 % len(arguments.words)])
         if arguments.seed is not None:
             return
 
@@ -56,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
         case = next(cases)
         print(script_of(case, case.program))
         return 0
-    tally = fuzz(cases, arguments.minutes, arguments.ranks)
+    tally = fuzz(cases, arguments.minutes, arguments.ranks, "sim" if arguments.simulated_device else "cpu")
     print(tally)
     return 1 if tally.findings or not tally.steps else 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,19 +60,45 @@ class Outcome:
     over: bool = False
     """Whether ranks went apart for good: one alone was refused after an error on one alone, or one alone did not come
     to a backward, in which others wait for it. Here all end each statement together, so it would not come."""
+    left_bytes: int = 0
+    """Memory of the device that was not given back."""
+    hooks_write: bool = False
+    """Whether hooks write to weights: a refused forward may have done so first."""
     incomplete: bool = False
     """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
 
+    def add(self, later: Outcome, place: int) -> None:
+        """Add what the part of the program gave that begins at this place."""
+        self.finding = None if later.finding is None else replace(later.finding, place=later.finding.place + place)
+        self.steps += later.steps
+        self.raised += later.raised
+        self.refused += later.refused
+        self.over = later.over
+        self.incomplete |= later.incomplete
 
-def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
-    """Run a program.
+
+def run(program: Sequence[str], compare_states: bool = True, folder: str | None = None) -> Outcome:
+    """Run a program, or the part of one that runs on this many ranks.
 
     Args:
         program: statements.
         compare_states: after each statement; False: at the end only, since reading states may hide what is wrong.
+        folder: for checkpoints; None: one of its own.
     """
+    with tempfile.TemporaryDirectory(prefix="longshore-fuzz-") as own:
+        place = Path(folder or gathered(own)[0])
+        outcome = _run(program, compare_states, place)
+        if any(gathered(outcome.left_bytes > 0)):  # what is there from the first time on is no leak
+            (place / "again").mkdir(exist_ok=True)
+            again = _run(program, compare_states, place / "again")
+            if again.left_bytes > 0 and again.finding is None:
+                outcome.finding = Finding("memory of the device is kept", len(program) - 1, f"{again.left_bytes} bytes")
+        return outcome
+
+
+def _run(program: Sequence[str], compare_states: bool, folder: Path) -> Outcome:
     outcome = Outcome()
-    ours, plain = OurWorld(), PlainWorld()
+    ours, plain = OurWorld(folder), PlainWorld(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -85,10 +113,13 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
                     break
         finally:
             ours.end()
+        if outcome.finding is None and not outcome.over:
+            outcome.left_bytes = ours.left_bytes()
     return outcome
 
 
 def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
+    outcome.hooks_write |= "clamping" in statement
     failure = _raised_by(statement, ours)
     failed = gathered(failure is not None)
     refused = gathered(None if failure is None else refusal_of(failure, ours.kind, outcome.uneven))
@@ -102,7 +133,7 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         outcome.refused.update([next(filter(None, refused))])
         outcome.over |= not all(refused) and apart
         # Something did happen if the step called a closure first: its backward, and the hooks there that count calls.
-        outcome.over |= "closure" in statement
+        outcome.over |= "closure" in statement or outcome.hooks_write
         if outcome.over:
             return None
         if not all(refused):
@@ -122,7 +153,7 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         return Finding(f"only plain PyTorch raises {type(expected).__name__}", place, _words(expected))
     if failure is not None and expected is None:
         return Finding(f"only longshore raises {_head(failure)}", place, _words(failure))
-    if failure is not None and not isinstance(failure, type(expected)):
+    if failure is not None and not isinstance(failure, type(expected)) and not isinstance(expected, NameError):
         kind = f"longshore raises {type(failure).__name__}, plain PyTorch {type(expected).__name__}"
         return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
     return None
@@ -148,11 +179,12 @@ def _words(failure: BaseException | None) -> str:
 
 def _head(failure: BaseException) -> str:
     """The error without what differs from case to case."""
-    return re.sub(r"[-+.\d]+|\[.*?\]", "#", _words(failure))[:90]
+    return re.sub(r"\S*/longshore-fuzz-\S*|[-+.\d]+|\[.*?\]", "#", _words(failure))[:90]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, with NaN equal to NaN."""
+    a, b = a.cpu(), b.cpu()
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -167,6 +199,10 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
     mine, theirs = ours.names.get("m"), plain.names.get("m")
     if mine is None or theirs is None:
         return None
+    if len(ours.seen) != len(plain.seen) or not all(map(same, ours.seen, plain.seen)):
+        return Finding("what is seen differs", place, f"{ours.seen[-1:]}, plain {plain.seen[-1:]}")
+    ours.seen.clear()
+    plain.seen.clear()
     for (name, given), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         p = shard_of(given)
         if not same(mine_now := whole(p).detach(), q.detach()):
@@ -227,7 +263,7 @@ def _states(place: int, name: str, mine: Mapping[str, Any], theirs: Mapping[str,
 def _difference(a: Tensor, b: Tensor) -> str:
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{a.dtype} {list(a.shape)}, plain {b.dtype} {list(b.shape)}"
-    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    a, b = a.detach().cpu().reshape(-1), b.detach().cpu().reshape(-1)
     other = ~((a == b) | (a.isnan() & b.isnan()))
     first = int(other.nonzero()[0])
     return f"{int(other.sum())} of {a.numel()}; [{first}] is {a[first].item()}, plain {b[first].item()}"

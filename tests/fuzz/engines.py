@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import longshore
+from fuzz.encoded import encoded_twin
 from fuzz.plain import twin
 from longshore.engine.config.model import LossScaling
 from longshore.engine.loss_scale import LossScaleError
@@ -38,30 +39,44 @@ def our_engine(settings: dict[str, Any], model: nn.Module, kind: str, params: An
     scheduler = _schedule if options.pop("schedule", False) else None
     clip, accumulation = options.pop("clip", None), options.pop("accumulation", 1)
     scaling = options.pop("scaling", None)
+    units = settings.pop("wrap_policy", 1 << 30)  # one unit: each rank may use another head
     config = longshore.Config(
         stage=stage,
         offload_device="cpu",
+        param_device=settings.pop("param_device", "none"),
         reduce_bucket_numel=bucket,
         allgather_bucket_numel=bucket,
         gradient_clipping=clip,
         gradient_accumulation_steps=accumulation,
         loss_scaling=None if scaling is None else LossScaling(**scaling),
-        optimizer={"type": kind, **options},
+        optimizer=None if kind == "Muon" else {"type": kind, **options},
     )
+    # Its groups are those of the program, and not what a configuration finds in a model.
+    own = {"optimizer": longshore.Muon(params, **options)} if kind == "Muon" else {"model_parameters": params}
     if "simulated" in settings:
         settings["transfer"] = longshore.SimulatedTransfer(settings.pop("simulated"), max_delay_s=1e-4)
     return longshore.initialize(
         model=model,
-        model_parameters=params,
+        **own,
         config=config,
         offload=longshore.Offload(**{"threads": 1, **settings}),
         lr_scheduler=scheduler,
-        wrap_policy=1 << 30 if stage == 3 else None,  # one unit: each rank may use another head
+        wrap_policy=units if stage == 3 else None,
     ).engine
 
 
 def _schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def made_twin(
+    settings: dict[str, Any], kind: str, params: Any, names: dict[Tensor, str] | None = None, **options: Any
+) -> Any:
+    """The twin of an optimizer with the settings of ``ours()``."""
+    if "states" not in settings:
+        return twin(kind)(params, **options)
+    states = {name: settings[name] for name in ("states", "states_seed") if name in settings}
+    return encoded_twin(kind)(params, **states, names=names, **options)
 
 
 class PlainScale:
@@ -102,8 +117,10 @@ class PlainEngine:
     """A loop over several ranks: stages 0 and 1 take the mean of the ranks' sums over backwards, 2 and 3 the sum over
     backwards of the ranks' means. Gradients are added in float32."""
 
-    def __init__(self, stage: int, model: nn.Module, kind: str, params: Any, options: dict[str, Any]) -> None:
-        self._each_backward = stage >= 2 and len(gathered(None)) > 1
+    def __init__(
+        self, settings: dict[str, Any], model: nn.Module, kind: str, params: Any, options: dict[str, Any]
+    ) -> None:
+        self._each_backward = settings["stage"] >= 2 and len(gathered(None)) > 1
         self._model = model
         self._clip = options.pop("clip", None)
         self._accumulation = options.pop("accumulation", 1)
@@ -112,7 +129,8 @@ class PlainEngine:
         self._skips = scaling is not None
         self.skipped_steps = 0
         scheduled = options.pop("schedule", False)
-        self.optimizer = twin(kind)(params, **options)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.optimizer = made_twin(settings, kind, params, names, **options)
         self.lr_scheduler = _schedule(self.optimizer) if scheduled else None
         self._boundary: bool | None = None
         self._hooked: set[Tensor] = set()
@@ -232,10 +250,12 @@ class PlainEngine:
     def loaded(self, save: Any) -> None:
         """Go on from a checkpoint."""
         # Accumulation is a setting of the run, and stays.
-        model, optimizer, schedule, self.loss_scaling, self.skipped_steps = copy.deepcopy(save)
+        model, optimizer, schedule, scaling, skipped = copy.deepcopy(save)
+        if scaling is not None:  # an optimizer without an engine has none
+            self.loss_scaling, self.skipped_steps = scaling, skipped
         self._model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and schedule is not None:
             self.lr_scheduler.load_state_dict(schedule)
         self.zero_grad()
 

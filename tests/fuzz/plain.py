@@ -189,6 +189,10 @@ class Twin:
                 parameter.grad = gradient
         torch.autograd.graph.increment_version(members)  # as torch's other implementations do
 
+    def _kind_of(self, group: dict[str, Any]) -> type[torch.optim.Optimizer]:
+        """Whose step the parameters of a group have."""
+        return self.kind
+
     def _is_plain(self, parameter: Tensor) -> bool:
         """Whether torch's fused kernel steps this parameter as it does elsewhere: it takes memory for contiguous."""
         arrays = [each for name, each in self.state.get(parameter, {}).items() if name not in _SINGLE]
@@ -197,16 +201,10 @@ class Twin:
 
     def _step_one(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state, low = self.state[parameter], parameter.dtype != torch.float32
-        master = parameter.detach().float()
-        if low and "master" in state:
-            kept = state["master"]
-            # Bits: over -0.0, to which a small master rounds, 0.0 was written.
-            same = kept.to(parameter.dtype).view(torch.int16) == parameter.detach().view(torch.int16)
-            master = torch.where(same, kept, master)
-        flat = _padded(master)
-        inner = self.kind([flat], **how_of(self.kind))  # pyright: ignore
+        flat, kind = _padded(self._master(parameter)), self._kind_of(group)
+        inner = kind([flat], **how_of(kind))  # pyright: ignore
         inner.param_groups[0].update({name: group[name] for name in inner.defaults if name in group})
-        inner.param_groups[0].update(how_of(self.kind))
+        inner.param_groups[0].update(how_of(kind))
         for fresh in inner.state.values():  # Adagrad's, also of a parameter that a group brought later
             fresh["sum"].fill_(self.defaults["initial_accumulator_value"])  # pyright: ignore
         given = {
@@ -234,6 +232,16 @@ class Twin:
             state["master"] = master.clone()
         parameter.copy_(master)
 
+    def _master(self, parameter: Tensor) -> Tensor:
+        """The float32 values from which the next step goes on."""
+        state, values = self.state[parameter], parameter.detach().float()
+        if parameter.dtype == torch.float32 or "master" not in state:
+            return values
+        kept = state["master"]
+        # Bits: over -0.0, to which a small master rounds, 0.0 was written.
+        same = kept.to(parameter.dtype).view(torch.int16) == parameter.detach().view(torch.int16)
+        return torch.where(same, kept, values)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state without that of parameters out of the groups, with which torch has no ``state_dict()``."""
         members = {p for group in self.param_groups for p in group["params"]}
@@ -252,7 +260,9 @@ class Twin:
 
 
 def how_of(kind: type[torch.optim.Optimizer]) -> dict[str, bool]:
-    return {"fused": True} if kind in FUSED else {} if kind is PlainLion else {"foreach": False}
+    if kind in FUSED:
+        return {"fused": True}
+    return {"foreach": False} if kind.__module__.startswith("torch.") else {}
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -261,16 +271,24 @@ def _padded(values: Tensor) -> Tensor:
     return flat
 
 
+def kind_of(name: str) -> type[torch.optim.Optimizer]:
+    return PlainLion if name == "Lion" else getattr(torch.optim, name)
+
+
 @functools.cache
 def twin(name: str) -> type[Any]:
     """The plain twin of ``longshore``'s optimizer of this name, or of one of torch's that longshore runs in tiles."""
-    kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
+    if name == "Muon":
+        from fuzz.mixed_muon import MixedMuon, MuonTwin  # of torch 2.9 and newer
+
+        return type(name, (MuonTwin, MixedMuon), {"kind": MixedMuon, "step": Twin.step})
+    kind = kind_of(name)
     return type(name, (Twin, kind), {"kind": kind, "step": Twin.step})
 
 
 def _copy(name: str, released: bool, state: dict[str, Any]) -> Any:
     """A twin with the parameters of a copied state."""
-    made = twin(name)([torch.zeros(1)], released)
+    made = twin(name)([torch.zeros(1, 1)], released)
     made.param_groups.clear()
     made.__setstate__({**state, "param_groups": []})
     for group in state["param_groups"]:

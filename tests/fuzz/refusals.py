@@ -25,6 +25,16 @@ REFUSALS = {
     "accumulation steps within a window": r"gradient_accumulation_steps was to change .* in the middle of a window",
     "raw backwards are not counted": r"which the engine does not count, and gradient_accumulation_steps is",
     "raw backward without the loss scale": r"gradients came from loss.backward\(\) without the loss scale",
+    "wrong configuration": r"^the file is refused: ",
+    "AdamW's group of Muon with momentum": r"has been given a momentum, which AdamW does not read",
+    # Of streamed models: docs/streaming.md, "What is refused".
+    "autocast of a streamed model": r"^autocast keeps its casts of parameters",
+    "copied while streamed": r"is streamed, and a copy would stream the parameters of this one",
+    "replaced while streamed": r"was replaced after longshore\.stream",
+    "full backward hook while streamed": r"has a full backward hook, which would not find the gradients",
+    "written in a hook of a streamed model": r"was written to in a hook of a module inside",
+    "written since a forward that is computed again": r"been modified by an inplace operation since forward",
+    "other memory since forward": r"was given other memory \(p\.data = \.\.\.\) since forward",
     "state deleted": r"is part of the optimizer's state and cannot be deleted",
 }
 

@@ -12,7 +12,15 @@ class Facts:
     """What a program has so far, as far as the choice of its next statement depends on it."""
 
     def __init__(
-        self, dice: random.Random, parameters: int, kind: str, states: tuple[str, ...], build: str, alone: bool = True
+        self,
+        dice: random.Random,
+        parameters: int,
+        kind: str,
+        states: tuple[str, ...],
+        build: str,
+        alone: bool = True,
+        engine: bool = False,
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self.dice = dice
         self.parameters = parameters
@@ -22,6 +30,9 @@ class Facts:
         """Expression that builds the optimizer."""
         self.alone = alone
         """Whether a rank may leave out a forward: not where the ranks gather parameters for it."""
+        self.engine = engine
+        self.left_out = left_out
+        """Sets of words that say nothing here."""
 
     def p(self) -> str:
         return f"p[{self.dice.randrange(self.parameters)}]"
@@ -29,10 +40,24 @@ class Facts:
     def seed(self) -> int:
         return self.dice.randrange(10)
 
+    def inputs(self) -> str:
+        """Those of a forward after the seed."""
+        return self.dice.choice(["", "", ", 1"])
+
+    def call(self) -> str:
+        """A forward on each rank's own batch."""
+        return f"e({self.seed()} + rank)" if self.engine else f"m({self.seed()}{self.inputs()})"
+
     def loss(self) -> str:
-        head = self.dice.choice(["", "", ", 1"])
-        one = f"m({self.seed()}{head})"
+        one = f"m({self.seed()}{self.inputs()})"
         return self.dice.choice([one, one, one, f"({one} + m({self.seed()}, 1))", f"({one} * 1e3)"])
+
+    def module(self) -> str:
+        """One that has parameters."""
+        return "m.trunk"
+
+    def inner(self) -> str:
+        return self.module()
 
     def group(self) -> str:
         return f"o.param_groups[{self.dice.choice([0, 0, -1])}]"
@@ -61,7 +86,8 @@ def word(of: str, weight: int = 1) -> Callable[[Callable[[Facts], str]], Callabl
 
 def phrases(of: str, weight: int, *templates: str) -> None:
     """Words with a place for each random part: ``{p}``, ``{q}`` (parameters), ``{s}`` (a seed), ``{l}`` (a loss),
-    ``{g}`` (a group), ``{f}`` (a factor), ``{k}`` (a state)."""
+    ``{c}`` (a loss of one forward), ``{g}`` (a group), ``{f}`` (a factor), ``{k}`` (a state), ``{t}`` (a module),
+    ``{i}`` (a block), ``{n}`` (a module of a block, or beside them)."""
 
     def write(facts: Facts) -> str:
         text = facts.dice.choice(templates)
@@ -72,6 +98,10 @@ def phrases(of: str, weight: int, *templates: str) -> None:
             q=facts.p(),
             s=facts.seed(),
             l=facts.loss(),
+            c=facts.call(),
+            t=facts.module(),
+            i=facts.dice.randrange(4),
+            n=facts.inner(),
             g=facts.group(),
             f=facts.scale(),
             b=facts.dice.choice([True, False]),
@@ -112,15 +142,16 @@ phrases(
     "{p}.grad.zero_()",
     "{p}.grad.data.clamp_(-0.1, 0.1)",
 )
-phrases("gradients", 2, "torch.nn.utils.clip_grad_norm_(p, 0.1)", "torch.nn.utils.clip_grad_value_(p, 0.01)")
+phrases("gradients", 1, "torch.nn.utils.clip_grad_value_(p, 0.01)")
+phrases("torch's norm", 1, "torch.nn.utils.clip_grad_norm_(p, 0.1)")
 phrases("gradients", 1, "for q in p:\n    if q.grad is not None:\n        q.grad *= {f}")
 phrases("clipping", 3, "clip(o, {f} or 0.01)", "o.grad_norm() if hasattr(o, 'grad_norm') else None")
 phrases("hooks", 2, "h = {p}.register_hook(lambda g: g * {f})", "h = {p}.register_hook(raising(Interrupt))")
 phrases("hooks", 1, "h = {p}.register_hook(raising(ValueError))", "h = {p}.register_hook(raising(ValueError, 2))")
 phrases("hooks", 1, "h = {p}.register_post_accumulate_grad_hook(raising(Interrupt))")
 phrases("hooks", 1, "h = {p}.register_post_accumulate_grad_hook(lambda q: None)", "h.remove()", "h.remove()")
-phrases("hooks", 1, "h = m.trunk.register_forward_hook(raising(Interrupt))")
-phrases("hooks", 1, "h = m.trunk.register_full_backward_hook(raising(Interrupt))")
+phrases("hooks", 1, "h = {t}.register_forward_hook(raising(Interrupt))")
+phrases("hooks", 1, "h = {t}.register_full_backward_hook(raising(Interrupt))")
 phrases(
     "hooks", 1, "h = o.register_step_pre_hook(raising(Interrupt))", "h = o.register_step_post_hook(raising(Interrupt))"
 )
@@ -169,7 +200,8 @@ phrases(
     "{p}.data.fill_({f})",
     "{p}.data.mul_({f})",
 )
-phrases("unseen", 1, "{p}.detach().numpy()[...] = {f}", "for q in p:\n    q.data.add_({f})")
+phrases("unseen", 1, "for q in p:\n    q.data.add_({f})")
+phrases("numpy", 1, "{p}.detach().numpy()[...] = {f}")
 phrases(
     "state",
     1,
@@ -247,13 +279,58 @@ phrases("engine windows", 2, "e.set_gradient_accumulation_boundary({b})", "e.set
 phrases("engine windows", 1, "e.set_gradient_accumulation_steps(2)", "e.set_gradient_accumulation_steps(1)")
 phrases("engine windows", 2, "with e.no_sync():\n    e.backward(e({s} + rank))")
 phrases("engine frozen", 2, "{p}.requires_grad_(False)", "{p}.requires_grad_(True)", "m.requires_grad_(True)")
-phrases("engine interrupts", 1, "h = m.trunk.register_forward_hook(raising(Interrupt))", "h.remove()")
-phrases("engine interrupts", 1, "h = m.trunk.register_full_backward_hook(raising(ValueError))")
+phrases("engine interrupts", 1, "h = {t}.register_forward_hook(raising(Interrupt))", "h.remove()")
+phrases("engine interrupts", 1, "h = {t}.register_full_backward_hook(raising(ValueError))")
 phrases("engine groups", 2, "{g}['lr'] = {f}", "{g}['lr'] *= 0.5", "{g}['weight_decay'] = {f}")
 phrases("engine raw", 3, "raw(e, e({s} + rank))", "raw(e, e({s} + rank))", "raw(e, e({s}), scaled=False)")
 phrases("engine overflow", 2, "e.backward(e({s}) * float('inf'))", "e.backward(e({s} + rank) * 1e30)")
 phrases("engine saving", 3, "save = engine_saved(e)", "save = engine_saved(e)", "engine_loaded(save, e)")
 phrases("engine saving", 1, "o.load_state_dict(copy.deepcopy(o.state_dict()))")
 phrases("engine data", 1, "with torch.no_grad():\n    {p}.mul_({f})", "nn.init.constant_({p}, {f})")
+
+# -- of a streamed model --------------------------------------------------------------------------
+
+phrases("stream between", 4, "with torch.no_grad():\n    see({c})", "with torch.inference_mode():\n    y = {c}")
+phrases("stream between", 4, "with torch.no_grad():\n    y = {c}", "see(y)")
+phrases("stream between", 6, "{l}.backward()\n\nwith torch.no_grad():\n    y = {c}\n\no.step()\n\nsee(y)")
+phrases(
+    "stream between",
+    2,
+    "with torch.no_grad():\n    y = {c}\n\nwith torch.no_grad():\n    {p}.mul_({f})\n\nsee(y)",
+    "with torch.no_grad():\n    y = {c}\n\nm.load_state_dict(weights)\n\nsee(y)",
+    "with torch.no_grad():\n    y = {c}\n\nsilently({p}.data.zero_)\n\nsee(y)",
+)
+phrases("stream between", 1, "with torch.no_grad():\n    y = {c}\n\n(({c} - y) ** 2).backward()", "see({l})")
+phrases("stream between", 1, "weights = copy.deepcopy(m.state_dict())", "{l}.backward()\n\n{p}.grad.mul_({f})")
+phrases("device delays", 3, "delays({s}, 0, 500)", "delays({s}, 20, 50)", "delays({s}, 100, 0)", "delays({s}, 0, 0)")
+phrases("device delays", 2, "delays({s}, 0, 3000)", "delays({s}, 1000, 0)", "delays({s}, 500, 500)")
+phrases("stream unseen", 2, "silently(lambda: {p}.data.mul_({f}))", "silently(lambda: {p}.data.clamp_(-0.1, 0.1))")
+phrases("stream unseen", 1, "silently(lambda: {p}.data.copy_(x({s}, {p})))", "silently(lambda: {p}.data.fill_({f}))")
+phrases("stream dropped", 2, "loss = {c}", "loss = None", "{l}", "loss = {c} * float('nan')")
+phrases("stream dropped", 1, "m({s}, (0, 9)).backward()", "loss = {l}\nloss.backward()\nloss.backward()")
+phrases("stream hooks", 2, "h = {t}.register_forward_pre_hook(clamping)", "h = {n}.register_forward_pre_hook(clamping)")
+phrases(
+    "stream hooks", 2, "h = {t}.register_full_backward_hook(halving)", "h = {n}.register_full_backward_hook(halving)"
+)
+phrases("stream hooks", 1, "h = {t}.register_full_backward_hook(weaker)", "h = {n}.register_full_backward_hook(weaker)")
+phrases("stream hooks", 1, "h = {t}.register_forward_hook(louder)", "h = m.heads[1].register_forward_hook(louder)")
+phrases("stream hooks", 3, "h.remove()")
+phrases("stream hooks", 2, "h = {p}.register_post_accumulate_grad_hook(scaling({f}))")
+phrases("stream frozen", 3, "{t}.requires_grad_({b})", "{n}.requires_grad_({b})", "m.requires_grad_(True)")
+phrases("stream frozen", 1, "m.requires_grad_(False)\n{n}.requires_grad_(True)")
+phrases(
+    "stream again", 2, "again(m)", "again(m, checkpoint=True)", "again(m, checkpoint='cpu')", "again(m, blocks=150)"
+)
+phrases("stream changes", 1, "subclassed({t})", "patched({t})", "wrapped({t})", "see(through_a_copy(m, {s}))")
+phrases("stream changes", 1, "replaced_head(m)\np[:] = list(m.parameters())", "adapted(m, {i})", "see(bare(m, {s}))")
+phrases("stream changes", 1, "m, o = copied((m, o))\np[:] = list(m.parameters())")
+phrases("stream changes", 1, "with torch.autocast(torch.device(m.place).type, torch.bfloat16):\n    see({c})")
+phrases("stream scaler", 1, "scaler = torch.amp.GradScaler(torch.device(m.place).type, init_scale=4.0)")
+phrases("stream scaler", 2, "scaler.scale({l}).backward()\n\nscaler.step(o)\n\nscaler.update()", "scaler.unscale_(o)")
+phrases("engine stream between", 4, "with torch.no_grad():\n    see({c})", "with torch.no_grad():\n    y = {c}")
+phrases("engine stream between", 4, "e.backward({c})\n\nwith torch.no_grad():\n    y = {c}\n\ne.step()\n\nsee(y)")
+phrases("engine stream between", 2, "e.backward({c})", "see(y)", "loss = {c}", "e.backward(loss)")
+phrases("engine stream between", 1, "with torch.no_grad():\n    y = {c}\n\n{p}.data.mul_({f})\n\nsee(y)")
+phrases("engine device delays", 3, "delays({s}, 0, 500)", "delays({s}, 20, 50)", "delays({s}, 0, 3000)")
 
 SETS = tuple(dict.fromkeys(each.of for each in WORDS))

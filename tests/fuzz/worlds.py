@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import longshore
-from fuzz.engines import PlainEngine, gathered, our_engine
-from fuzz.plain import twin
+from fuzz.engines import PlainEngine, gathered, made_twin, our_engine
+from fuzz.files import Refused, Said
+from fuzz.streams import NAMES, Blocks, Streams
 from longshore.optim.family import ELEMENTWISE
 
-OURS = ("AdamW", "Adam", "Adagrad", "SGD", "Lion")
+OURS = ("AdamW", "Adam", "Adagrad", "SGD", "Lion", "Muon")
 CLIENTS = tuple(ELEMENTWISE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "mixed": torch.bfloat16}
 
@@ -36,11 +37,16 @@ class Net(nn.Module):
         odd: sizes that are no multiples of anything, and a parameter without elements.
         tied: both heads have one weight.
         strided: the trunk's weight is transposed in memory.
+        wide: the trunk's weight may have states of 8 bits.
     """
 
-    def __init__(self, dtype: str = "fp32", odd: bool = False, tied: bool = False, strided: bool = False) -> None:
+    place, inside = "cpu", ""
+
+    def __init__(
+        self, dtype: str = "fp32", odd: bool = False, tied: bool = False, strided: bool = False, wide: bool = False
+    ) -> None:
         super().__init__()
-        read, width, out = (5, 33, 7) if odd else (8, 64, 16)
+        read, width, out = (5, 33, 7) if odd else (64, 72, 16) if wide else (8, 64, 16)
         self.read, self.dtype = read, DTYPES[dtype]
         self.trunk = nn.Linear(read, width)
         self.heads = nn.ModuleList([nn.Linear(width, out), nn.Linear(width, out)])
@@ -48,24 +54,28 @@ class Net(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 3)) if odd else None
         if strided:
             self.trunk.weight = nn.Parameter(torch.ones(read, width).t())
-        if tied:
-            self.heads[1].weight = self.heads[0].weight  # pyright: ignore
+        self.tied = tied
+        self.tie()
         for seed, parameter in enumerate(self.parameters()):
             parameter.data.copy_(x(seed, parameter) * 0.3)
         self.to(self.dtype)
         if dtype == "mixed":
             self.gain.data = self.gain.data.float()
 
+    def tie(self) -> None:
+        if self.tied:
+            self.heads[1].weight = self.heads[0].weight  # pyright: ignore
+
     def forward(self, seed: int, head: int = 0) -> Tensor:
         """The loss of a batch, by one head."""
-        batch = torch.randn(6, self.read, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        batch = torch.randn(6, self.read, generator=torch.Generator().manual_seed(seed)).to(self.place, self.dtype)
         loss = ((self.heads[head](torch.tanh(self.trunk(batch))) * self.gain).float() ** 2).mean()
         return loss if self.empty is None else loss + self.empty.float().sum()
 
 
 def x(seed: int, like: Tensor) -> Tensor:
     """Normal numbers of the seed, like a tensor."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
 def raising(error: type[BaseException], at: int = 1) -> Callable[..., None]:
@@ -130,7 +140,9 @@ def gradients_of(loss: Tensor, parameters: list[Tensor]) -> None:
 class World:
     """One side: the names of a program, and what they are bound to."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        """For checkpoints; one and the same on all ranks."""
         self.settings: dict[str, Any] = {}
         self.kind = ""
         """The name of the last optimizer that was made."""
@@ -144,11 +156,45 @@ class World:
             "nothing": nothing,
             "rank": dist.get_rank() if dist.is_initialized() else 0,
             "through_torch": self.through_torch,
+            **NAMES,
+            **{each.__name__: each for each in (self.streamed, self.placed, self.again, self.delays, self.theirs)},
+            **{each.__name__: each for each in (self.see, self.silently, self.keep, self.take)},
+            "initialized": self.initialized,
         }
+        self.seen: list[Tensor] = []
 
     def ours(self, **settings: Any) -> None:
         """Settings of longshore's optimizers from here on."""
         self.settings = settings
+
+    def see(self, value: Tensor) -> None:
+        """Let a tensor be compared."""
+        self.seen.append(value.detach().cpu().clone())
+
+    def silently(self, write: Callable[[], Any]) -> None:
+        """Write where torch cannot see it, while no graph is held that needs what was there."""
+        self.names.pop("loss", None)
+        write()
+
+    def theirs(self, name: str, params: Any, **options: Any) -> Any:
+        """One of torch's own optimizers."""
+        self.kind = name
+        return getattr(torch.optim, name)(params, foreach=False, **options)
+
+    def streamed(self, model: Blocks, **options: Any) -> Blocks:
+        """``longshore.stream``."""
+        raise NotImplementedError
+
+    def placed(self, model: Net) -> Net:
+        """The model on the device."""
+        raise NotImplementedError
+
+    def again(self, model: Blocks, **options: Any) -> None:
+        """Close its stream, and stream it again."""
+        raise NotImplementedError
+
+    def delays(self, seed: int, kernel_us: int, copy_us: int) -> None:
+        raise NotImplementedError
 
     @property
     def released(self) -> bool:
@@ -157,6 +203,14 @@ class World:
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
         """The engine, its optimizer, and the parameters that the model has from now on."""
+        raise NotImplementedError
+
+    def initialized(self, model: Net, text: str, valid: bool = False) -> Any:
+        """What :meth:`engine` returns, by a configuration file with this text.
+
+        Raises:
+            Refused: it has a mistake; not if it is ``valid``.
+        """
         raise NotImplementedError
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
@@ -195,6 +249,14 @@ class World:
     def saved(self, model: nn.Module, optimizer: Any) -> Any:
         raise NotImplementedError
 
+    def keep(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        """Write a checkpoint of a model with its optimizer or engine, for any later part of the program."""
+        raise NotImplementedError
+
+    def take(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        """Go on from a checkpoint of :meth:`keep`."""
+        raise NotImplementedError
+
     def loaded(self, save: Any, model: nn.Module, optimizer: Any) -> None:
         raise NotImplementedError
 
@@ -202,19 +264,26 @@ class World:
 class PlainWorld(World):
     """Plain PyTorch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         for name in OURS:
             self.names[name] = lambda *args, name=name, **options: self._make(name, *args, **options)
 
     def _make(self, name: str, *args: Any, **options: Any) -> Any:
-        made = twin(name)(*args, released=self.released, **options)
+        made = made_twin(self.settings, name, *args, released=self.released, **options)
         self.kind = name
         return made
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
-        engine = PlainEngine(self.settings["stage"], model, kind, params, options)
+        engine = PlainEngine(self.settings, model, kind, params, options)
         return engine, engine.optimizer, list(model.parameters())
+
+    def initialized(self, model: Net, text: str, valid: bool = False) -> Any:
+        said = Said(text, len(gathered(None)))
+        said.cast(model)
+        model.dtype = next(model.parameters()).dtype
+        self.settings = said.settings
+        return self.engine(model, said.kind, list(model.parameters()), **said.options)
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
         engine.raw(engine.scale(loss) if scaled else loss)
@@ -236,6 +305,18 @@ class PlainWorld(World):
     def clip(self, optimizer: Any, max_norm: float) -> Tensor:
         return optimizer.clip(max_norm)
 
+    def streamed(self, model: Blocks, **options: Any) -> Blocks:
+        return model
+
+    def placed(self, model: Net) -> Net:
+        return model
+
+    def again(self, model: Blocks, **options: Any) -> None:
+        pass
+
+    def delays(self, seed: int, kernel_us: int, copy_us: int) -> None:
+        pass
+
     def saved(self, model: nn.Module, optimizer: Any) -> Any:
         return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
@@ -243,15 +324,34 @@ class PlainWorld(World):
         model.load_state_dict(save[0])
         optimizer.load_state_dict(copy.deepcopy(save[1]))
 
+    def keep(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        engine = isinstance(trained_by, PlainEngine)
+        save = trained_by.saved() if engine else (*self.saved(model, trained_by), None, None, None)
+        if self.names["rank"] == 0:
+            torch.save(save, self._plain(tag))
+        gathered(None)
+
+    def take(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        if not self._plain(tag).exists():
+            raise NameError(f"the program has no {tag}")
+        save = torch.load(self._plain(tag), weights_only=False)
+        if isinstance(trained_by, PlainEngine):
+            trained_by.loaded(save)
+        else:
+            self.loaded(save, model, trained_by)
+
+    def _plain(self, tag: str) -> Path:
+        return self._folder / f"{tag}.plain"
+
 
 class OurWorld(World):
     """longshore; optimizers are closed by :meth:`end`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._folder = tempfile.TemporaryDirectory(prefix="longshore-fuzz-")
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._saves = 0
         self.made: list[Any] = []
+        self._streams = Streams()
         for name in OURS:
             self.names[name] = lambda *args, name=name, **options: self._keep(
                 name, getattr(longshore, name)(*args, **options, **self._how())
@@ -269,9 +369,41 @@ class OurWorld(World):
         self.made.append(optimizer)
         return optimizer
 
+    def placed(self, model: Net) -> Net:
+        self._streams.place(model)
+        model.to(model.place)
+        model.tie()  # where that makes new parameters, it makes one for each name
+        return model
+
+    def streamed(self, model: Blocks, **options: Any) -> Blocks:
+        self._streams.begin(model, **options)
+        return model
+
+    def again(self, model: Blocks, **options: Any) -> None:
+        self._streams.again(model, **options)
+
+    def delays(self, seed: int, kernel_us: int, copy_us: int) -> None:
+        self._streams.delays(seed, kernel_us, copy_us)
+
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        if "param_device" in self.settings:  # the engine moves it
+            self._streams.place(model)  # pyright: ignore[reportArgumentType]
         engine = our_engine(self.settings, model, kind, params, options)
         self.made.append(engine)
+        return engine, engine.optimizer, list(model.parameters())
+
+    def initialized(self, model: Net, text: str, valid: bool = False) -> Any:
+        file = self._folder / f"config-{self.names['rank']}.json"
+        file.write_text(text)
+        self.settings = {"stage": None}
+        try:
+            engine = longshore.initialize(model=model, config=file).engine
+        except longshore.ConfigError as error:
+            if valid:
+                raise
+            raise Refused(f"the file is refused: {error}") from error
+        self.made.append(engine)
+        model.dtype = next(model.parameters()).dtype
         return engine, engine.optimizer, list(model.parameters())
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
@@ -279,9 +411,8 @@ class OurWorld(World):
 
     def engine_saved(self, engine: Any) -> Any:
         self._saves += 1
-        folder = gathered(self._folder.name)[0]
-        engine.save_checkpoint(folder, f"save{self._saves}")
-        return folder, f"save{self._saves}"
+        engine.save_checkpoint(self._folder, f"save{self._saves}")
+        return self._folder, f"save{self._saves}"
 
     def engine_loaded(self, save: Any, engine: Any) -> None:
         engine.load_checkpoint(*save)
@@ -301,13 +432,32 @@ class OurWorld(World):
     def saved(self, model: nn.Module, optimizer: Any) -> Any:
         self._saves += 1
         tag = f"save{self._saves}"
-        longshore.save(self._folder.name, model, optimizer, tag)
+        longshore.save(self._folder, model, optimizer, tag)
         return tag
 
     def loaded(self, save: Any, model: nn.Module, optimizer: Any) -> None:
-        longshore.load(self._folder.name, model, optimizer, save)
+        longshore.load(self._folder, model, optimizer, save)
+
+    def keep(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        if hasattr(trained_by, "save_checkpoint"):
+            trained_by.save_checkpoint(self._folder, tag)
+        else:
+            longshore.save(self._folder, model, trained_by, tag)
+
+    def take(self, tag: str, model: nn.Module, trained_by: Any) -> None:
+        if hasattr(trained_by, "load_checkpoint"):
+            trained_by.load_checkpoint(self._folder, tag)
+        else:
+            longshore.load(self._folder, model, trained_by, tag)
 
     def end(self) -> None:
         for made in self.made:
             made.destroy() if hasattr(made, "destroy") else made.close()
-        self._folder.cleanup()
+        self._streams.end()
+
+    def left_bytes(self) -> int:
+        """Memory of the device that is not given back at the end."""
+        self.names.clear()
+        self.made.clear()
+        self.seen.clear()
+        return self._streams.left_bytes()
