@@ -121,7 +121,7 @@ def test_seeds_that_no_checkpoint_can_have_are_refused(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"states_seed is an integer from 0 to 2\*\*63 - 1, not"):
         Offload(states="bf16", states_seed=seed)
     if isinstance(seed, int) and not isinstance(seed, bool):
-        with pytest.raises(ConfigError, match=r"states_seed.*must be an integer from 0 to 2\*\*63 - 1"):
+        with pytest.raises(ConfigError, match=r"states_seed.*must be an integer of at least 0"):
             longshore.Config(states="bf16", states_seed=seed)
 
 
@@ -129,5 +129,5 @@ def test_seeds_that_no_checkpoint_can_have_are_refused(seed: Any) -> None:
 def test_they_are_refused_in_a_file(seed: int) -> None:
     offload = {"device": "cpu", "states": "8bit", "states_seed": seed}
     file = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-    with pytest.raises(ConfigError, match=rf"states_seed = {seed}: must be an integer from 0 to 2\*\*63 - 1"):
+    with pytest.raises(ConfigError, match=rf"states_seed = {seed}: must be an integer of at least 0"):
         longshore.initialize(model=network(), config={**file, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})

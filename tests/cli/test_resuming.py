@@ -307,7 +307,7 @@ OF_NO_BIT_IN_THE_ENGINE = {
     "compute_grad_norm",
     *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),
     *("states", "states_seed"),  # they are compared as options
-    *("tensorboard", "wandb", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "dump_state"),
+    *("tensorboard", "wandb", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "dump_state", "flops_profiler"),
 }
 
 

@@ -29,6 +29,7 @@ from torch import nn
 import longshore
 import longshore.compat.deepspeed as deepspeed
 from compat.zero_cases import Experts, Mixture, leaves, made_inside_init, names_of_parameters
+from longshore.compat import stage3_names
 from longshore.engine.config import WarmupLRConfig
 from longshore.engine.schedules import make_schedule
 
@@ -268,6 +269,13 @@ def test_zero_on_two_ranks(two_ranks: Ranks) -> None:
 @pytest.mark.needs_torch("stage 3")
 def test_names_of_parameters(two_ranks: Ranks) -> None:
     two_ranks(names_of_parameters)
+
+
+def test_functions_are_compiled_beside_names_of_parameters() -> None:
+    stage3_names.show_status()
+    with torch.device("meta"):
+        assert torch.ones(2).ds_numel == 2  # pyright: ignore
+    assert torch.equal(torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.zeros(2)), torch.ones(2))
 
 
 def test_sections_of_a_file_as_objects() -> None:

@@ -34,6 +34,8 @@ REFUSALS = {
     "full backward hook while streamed": r"has a full backward hook, which would not find the gradients",
     "written in a hook of a streamed model": r"was written to in a hook of a module inside",
     "written since a forward that is computed again": r"been modified by an inplace operation since forward",
+    "added while streamed": r"came after longshore\.stream",
+    "a parameter outside of its block's forward": r"^Expected all tensors to be on the same device",
     "other memory since forward": r"was given other memory \(p\.data = \.\.\.\) since forward",
     "state deleted": r"is part of the optimizer's state and cannot be deleted",
 }

@@ -63,7 +63,8 @@ class Facts:
         return f"o.param_groups[{self.dice.choice([0, 0, -1])}]"
 
     def scale(self) -> float:
-        return self.dice.choice([0.0, 0.5, 3.0, 1e-3])
+        # Each is one of float32: tensors without dimensions are multiplied in float64 on the CPU, and not on a device.
+        return self.dice.choice([0.0, 0.5, 3.0, 2.0**-10])
 
 
 class Word(NamedTuple):

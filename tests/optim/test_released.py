@@ -86,7 +86,8 @@ def test_reading_a_gradient_that_is_on_the_host_says_what_to_do(read: Callable[[
     said = str(caught.value)
     held = "its gradient is on the host (as under every engine, and with release_gradients=True)"
     assert said.startswith(f"parameter 0.weight: {held}, and {asking} asked for it. With an engine, set ")
-    assert "call optimizer.clip_grad_norm_() and optimizer.grad_norm(), and use release_gradients=False where" in said
+    assert "call optimizer.clip_grad_norm_() and optimizer.grad_norm() (where Accelerate has prepared it: " in said
+    assert "), and use release_gradients=False where" in said
     assert "where .grad itself is read or edited, and for a GradScaler" in said
     optimizer.step()  # nothing is lost by asking
 

@@ -218,8 +218,8 @@ def test_optimizers_whose_states_stay_float32_are_refused(states: str) -> None:
     [
         ({"states": "int8"}, "states is the format of the optimizer's states, 'fp32', 'bf16', '8bit', not 'int8'"),
         ({"states": None}, "states is the format"),
-        ({"states_seed": 0.5}, "states_seed is an integer, not 0.5"),
-        ({"states_seed": True}, "states_seed is an integer, not True"),
+        ({"states_seed": 0.5}, r"states_seed is an integer from 0 to 2\*\*63 - 1, not 0.5"),
+        ({"states_seed": True}, r"states_seed is an integer from 0 to 2\*\*63 - 1, not True"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(options: dict[str, Any], message: str) -> None:

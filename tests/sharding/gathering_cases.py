@@ -47,13 +47,14 @@ def sharing(where: str) -> Iterator[None]:
 
 def interrupted() -> list[str]:
     """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
+    from longshore.sharding.fsdp import CopiesOfShards
     from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 
     rank, said = dist.get_rank(), []
     gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
 
     def gather() -> None:
-        gather = ModuleGather(gathering, 0)
+        gather = ModuleGather(gathering, 0, CopiesOfShards())
         output = gather.allocate((10,), dtype=torch.float32, device=CPU)
         output.view(2, -1)[rank].fill_(rank)
         gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
@@ -78,6 +79,7 @@ def interrupted() -> list[str]:
 
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
+    from longshore.sharding.fsdp import CopiesOfShards
     from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 
     rank = dist.get_rank()
@@ -93,7 +95,7 @@ def waiting() -> list[str]:
         for number in range(2):
             if number == 1 and rank == 1:
                 time.sleep(3.0)
-            gather = ModuleGather(gathering, number)
+            gather = ModuleGather(gathering, number, CopiesOfShards())
             output = gather.allocate((10,), dtype=torch.float32, device=CPU)
             gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         return said
@@ -114,6 +116,7 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
+    from longshore.sharding.fsdp import CopiesOfShards
     from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -132,7 +135,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
         assert gathering.shared.works == (where != "sockets")
         for number in range(60):
             count = sizes.choice([1, 7, 1000, 30_000]) * world_size
-            gather = ModuleGather(gathering, number % 2)
+            gather = ModuleGather(gathering, number % 2, CopiesOfShards())
             output = gather.allocate((count,), dtype=torch.int32, device=CPU)
             shared += gather._block is not None
             mine = output.view(world_size, -1)[rank]

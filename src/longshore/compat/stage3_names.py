@@ -84,7 +84,8 @@ class _Answer:
         self._read = read
 
     def __get__(self, tensor: Tensor | None, kind: Any = None) -> Any:
-        return self if tensor is None else self._read(tensor)
+        # Of the class it is None: torch asks each attribute of the class that has __get__ for a __set__.
+        return None if tensor is None else self._read(tensor)
 
 
 def show_status() -> None:

@@ -101,7 +101,8 @@ class ReleasedGradients(GradientSource):
 
     def gave_up(self, index: int) -> bool:
         newer = self._given_up.get(index, lambda: None)()
-        return newer is not None and newer._finalizer.alive
+        # What replaced this one is of the same optimizer.
+        return newer is not None and newer is not self.replaced_by and newer._finalizer.alive
 
     def drop(self, records: Sequence[ParameterRecord]) -> None:
         super().drop(records)

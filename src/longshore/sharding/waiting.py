@@ -24,6 +24,15 @@ _POLL_S = 0.0005
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
+def _ranks_of(group: Any) -> Sequence[int]:
+    """Return the ranks of a group, by their numbers in the default process group; none if that was destroyed, where a
+    save in the background may go on with its own group."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return ()
+
+
 def missing(ranks: Sequence[int]) -> Sequence[int]:
     """Return the ranks for which some of these wait in vain; see :meth:`Presence.missing`."""
     here = presence()
@@ -41,8 +50,9 @@ def communicating(ranks: Sequence[int], advice: str = ADVICE) -> Iterator[None]:
         # torch.distributed raises this when a peer is gone or late. A traceback into torch would not help users.
         here = presence()
         gone = [] if here is None else here.who_broke(ranks)
+        rank = dist.get_rank() if dist.is_initialized() else "?"
         raise RankError(
-            f"rank {dist.get_rank()}: a collective failed ({_essence(failure)}), so {words(gone)}; {advice}"
+            f"rank {rank}: a collective failed ({_essence(failure)}), so {words(gone)}; {advice}"
         ) from failure.with_traceback(None)
 
 
@@ -55,7 +65,7 @@ def finish(work: Any, group: Any, device: torch.device | None = None, advice: st
     Raises:
         RankError: a rank is missing.
     """
-    ranks = dist.get_process_group_ranks(group)
+    ranks = _ranks_of(group)
     with communicating(ranks, advice):
         if device is None or device.type == "cpu":
             try:
@@ -87,7 +97,7 @@ def gather_rows(row: Tensor, group: Any, advice: str = ADVICE) -> Tensor:
     """Return every rank's ``row``, on the CPU and equally long, as ``[world_size, numel]``."""
     count = dist.get_world_size(group)
     rows = torch.empty(count * row.numel(), dtype=row.dtype)
-    with communicating(dist.get_process_group_ranks(group), advice):
+    with communicating(_ranks_of(group), advice):
         work = all_gather_single(rows, row, group)
     finish(work, group, advice=advice)
     return rows.view(count, -1)

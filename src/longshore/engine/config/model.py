@@ -25,7 +25,6 @@ from longshore.engine.config.values import (
     Number,
     OneOf,
 )
-from longshore.kernels import is_seed
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StatesName = Literal["fp32", "bf16", "8bit"]
@@ -227,7 +226,7 @@ class Config(FrozenModel):
     speculation_memory: Annotated[int | str, Budget()] = 0
     offload_ratio: Annotated[float, FRACTION] = 1.0
     states: Annotated[StatesName, _STATES] = "fp32"
-    states_seed: Annotated[int, Number(whole=True)] = 0
+    states_seed: Annotated[int, Number(minimum=0, whole=True)] = 0
     detect_writes: bool = True
 
     dtype: Annotated[DtypeName | None, DTYPE] = None
@@ -267,8 +266,7 @@ class Config(FrozenModel):
         try:
             check_states_seed(self.states, self.states_seed)
         except ValueError as error:
-            found = f" {self.states_seed}" if is_seed(self.states_seed) else ""
-            raise ValueError(f"states_seed{found} {error}") from None
+            raise ValueError(f"states_seed {self.states_seed} {error}") from None
         if self.optimizer is not None:
             try:
                 check_encodable(self.optimizer.type, self.states)

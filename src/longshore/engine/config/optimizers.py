@@ -20,7 +20,6 @@ from longshore.engine.config.values import (
     OneOf,
     kind_in,
 )
-from longshore.kernels import is_seed
 from longshore.optim.family import beta, betas, flag, not_negative, number
 from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
 from longshore.optim.rule_optimizer import RuleOptimizer
@@ -136,10 +135,7 @@ ENCODABLE = tuple(name for name, kind in CLASSES.items() if kind.rules.encodable
 
 
 def check_states_seed(states: str, seed: int) -> None:
-    """Raise ValueError for a seed that checkpoints cannot have, or one of states that are not rounded; the message
-    follows the name of the key."""
-    if not is_seed(seed):
-        raise ValueError("must be an integer from 0 to 2**63 - 1")
+    """Raise ValueError for a seed of states that are not rounded; the message follows the name of the key."""
     if seed and states == "fp32":
         raise ValueError(
             "is the seed of the rounding that states bf16 and 8bit do, and states is fp32, which rounds nothing: give "
