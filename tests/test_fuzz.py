@@ -169,9 +169,9 @@ def graphs_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 RACE = [
     "m = Blocks(dtype='bf16')\np = list(m.parameters())\nm = streamed(m)",
-    "delays(1, 0, 3000)",
-    *["with torch.no_grad():\n    y = m(3)\n\nwith torch.no_grad():\n    p[5].zero_()\n    p[20].zero_()\n\nsee(y)"]
-    * 3,
+    "delays(1, 0, 20000)",
+    *["with torch.no_grad():\n    y = m(3)\n\nwith torch.no_grad():\n    p[5].add_(1.0)\n    p[20].add_(1.0)\n\nsee(y)"]
+    * 6,
 ]
 
 

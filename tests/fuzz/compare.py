@@ -156,6 +156,10 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
     if failure is not None and not isinstance(failure, type(expected)) and not isinstance(expected, NameError):
         kind = f"longshore raises {type(failure).__name__}, plain PyTorch {type(expected).__name__}"
         return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
+    if failure is not None and ours.streams and _in_backward(failure):
+        # Which gradients a backward that raised has brought to the host by then, only time says.
+        for world in (ours, plain):
+            _raised_by(_RECOVERY, world)
     return None
 
 

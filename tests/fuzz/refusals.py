@@ -31,6 +31,7 @@ REFUSALS = {
     "autocast of a streamed model": r"^autocast keeps its casts of parameters",
     "copied while streamed": r"is streamed, and a copy would stream the parameters of this one",
     "replaced while streamed": r"was replaced after longshore\.stream",
+    "class and method changed at once": r"was replaced after longshore\.stream\(\.\.\.\), and its class got another",
     "full backward hook while streamed": r"has a full backward hook, which would not find the gradients",
     "written in a hook of a streamed model": r"was written to in a hook of a module inside",
     "written since a forward that is computed again": r"been modified by an inplace operation since forward",

@@ -146,6 +146,8 @@ class World:
         self.settings: dict[str, Any] = {}
         self.kind = ""
         """The name of the last optimizer that was made."""
+        self.streams = False
+        """Whether a model is streamed here."""
         self.names: dict[str, Any] = {
             **{name: globals()[name] for name in ("torch", "nn", "copy", "Net", "Interrupt")},
             **{each.__name__: each for each in (x, raising, in_thread, through_file, gradients_of)},
@@ -377,6 +379,7 @@ class OurWorld(World):
 
     def streamed(self, model: Blocks, **options: Any) -> Blocks:
         self._streams.begin(model, **options)
+        self.streams = True
         return model
 
     def again(self, model: Blocks, **options: Any) -> None:
@@ -388,6 +391,7 @@ class OurWorld(World):
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
         if "param_device" in self.settings:  # the engine moves it
             self._streams.place(model)  # pyright: ignore[reportArgumentType]
+            self.streams = True
         engine = our_engine(self.settings, model, kind, params, options)
         self.made.append(engine)
         return engine, engine.optimizer, list(model.parameters())

@@ -15,6 +15,7 @@ from on_device import device_type
 from torch import Tensor, nn
 
 import longshore
+from longshore.errors import LongshoreError
 from longshore.streaming import Stream
 
 pytestmark = pytest.mark.gpu
@@ -154,11 +155,20 @@ def replace_and_delete(_: pytest.MonkeyPatch, model: Network) -> None:
     del block.forward
 
 
+def wrap_and_swap_class(kinds: pytest.MonkeyPatch, model: Network) -> None:
+    """What was wrapped stays what it was."""
+    model.blocks[1].forward = (lambda former: lambda *args: former(*args) * 2)(model.blocks[1].forward)
+    with torch.no_grad():
+        model(batch())
+    swap_class(kinds, model)
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Network], None]] = {
     each.__name__: each
     for each in (
         patch_class, patch_class_inside, patch_model_class, swap_class, replace_in_a_block, replace_inside, wrap,
         wrap_twice, replace_and_put_back, replace_and_delete,
+        wrap_and_swap_class,
     )
 }  # fmt: skip
 
@@ -182,6 +192,17 @@ def test_a_forward_that_changes_is_the_one_that_runs(change: str, again: Any, ki
     for ours, theirs in zip(model.modules(), plain.modules(), strict=True):  # but for what is the user's
         assert {*vars(ours)} - {"forward"} == {*vars(theirs)} - {"forward"}
         assert ("forward" in vars(ours)) == ("forward" in vars(theirs)) or change == "replace_and_put_back"
+
+
+@pytest.mark.parametrize("first", [wrap, swap_class])
+def test_a_class_and_a_method_that_change_at_once_are_refused(first: Any, kinds: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch wraps the method from before or after the change of the class, and nobody can say which."""
+    _, model, handle = pair()
+    for change in (first, wrap if first is swap_class else swap_class):
+        change(kinds, model)
+    with pytest.raises(LongshoreError, match=r"forward of blocks\.1 was replaced .* its class got another one, too"):
+        model(batch())
+    handle.close()
 
 
 def test_a_forward_that_calls_the_former_is_computed_again_once() -> None:

@@ -35,6 +35,10 @@ class Caller(Protocol):
         """Return a clearer error for what a module of this name raised; None: there is none."""
 
 
+def _function_of(method: Any) -> Any:
+    return getattr(method, "__func__", method)
+
+
 class StreamedMethod:
     """A method of a module that is streamed, which runs with the module's block in use.
 
@@ -66,6 +70,8 @@ class StreamedMethod:
         self._watched = watched
         self._own: Any = module.__dict__.get(method)
         """What the module itself had for its class's method, if anything."""
+        self._known = _function_of(self._former())
+        """The function that it was when the model was called last."""
         functools.update_wrapper(self, self._former())
         module.__dict__[method] = self
         # copy, deepcopy and pickle of the module all ask for it.
@@ -83,10 +89,25 @@ class StreamedMethod:
         return kind.__getattr__(self._module, self._method)  # of a module that has what another one has
 
     def follow(self) -> StreamedMethod:
-        """Stream what somebody has put in the place of this method since, which may call it; return what streams."""
+        """Stream what somebody has put in the place of this method since, which may call it; return what streams.
+
+        Raises:
+            LongshoreError: the method of its class has changed since the last call, too, and nobody can say whether
+                what is in its place has got hold of the method from before or after that.
+        """
         found = self._module.__dict__.get(self._method)
         if isinstance(found, StreamedMethod):
+            found._known = _function_of(found._former())
             return found
+        if found is not None and self._own is None:
+            now = self._former()
+            if _function_of(now) != self._known:
+                raise LongshoreError(
+                    f"{self._method} of {self._name or 'the model'} was replaced after longshore.stream(...), and its "
+                    "class got another one, too: call the model between the two changes, or make both before "
+                    "longshore.stream(...)"
+                )
+            self._own = now  # as whoever kept it finds it, whatever its class has later
         return StreamedMethod(self._stream, self._module, self._block, self._name, self._method, self._watched)
 
     @torch.compiler.disable(recursive=False, reason=NOT_ONE_GRAPH)
@@ -125,10 +146,12 @@ class StreamedMethod:
             raise clearer from error
 
     def unwrap(self) -> None:
-        """Let the module have its method again."""
-        del self._module.__dict__[self._method]
-        if self._own is not None:
-            self._module.__dict__[self._method] = self._own
+        """Let the module have its method again, or what somebody has put in its place since."""
+        found = self._module.__dict__.get(self._method)
+        if isinstance(found, StreamedMethod):
+            del self._module.__dict__[self._method]
+            if found._own is not None:
+                self._module.__dict__[self._method] = found._own
         self._module.__dict__.pop("__getstate__", None)
 
     def _refuse(self, *_: Any) -> NoReturn:

@@ -185,7 +185,7 @@ class Stream:
         self.closed = True  # also for methods that somebody has wrapped in others since
         self._resident.begin()
         for method in self._methods:
-            method.follow().unwrap()
+            method.unwrap()
         self._move_buffers(torch.device("cpu"))
         self._ends_guard()
 
