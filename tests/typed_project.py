@@ -63,6 +63,7 @@ mesh: DeviceMesh
 plan: dict[str, ParallelStyle]
 rank: int
 saved: dict[str, Any]
+folder: str
 '''
 
 

@@ -299,8 +299,8 @@ MUTANTS = [
     Mutant(
         "every rank keeps what it wrote itself",
         "engine/gathering.py",
-        "                    _broadcast(whole.tensor, modifier_rank)\n",
-        "                    pass\n",
+        "            _broadcast(whole.tensor, source)\n",
+        "            pass\n",
         (GATHER, FULLY_SHARDED),
     ),
     Mutant(
@@ -320,8 +320,8 @@ MUTANTS = [
     Mutant(
         "what was written is not taken up",
         "engine/gathering.py",
-        "    torch.autograd.graph.increment_version(tensor)\n",
-        "",
+        "        torch.autograd.graph.increment_version(tensor)\n",
+        "        pass\n",
         (GATHER,),
     ),
     Mutant(
@@ -376,9 +376,9 @@ MUTANTS = [
     ),
     Mutant(
         "what is frozen while it is gathered thaws",
-        "sharding/fsdp.py",
-        "            if all(each.requires_grad == before for each in handles):\n",
-        "            if before == shard.requires_grad:\n",
+        "sharding/fsdp_records.py",
+        "        if all(each.requires_grad == before for each in handles):\n",
+        "        if before == shard.requires_grad:\n",
         (FULLY_SHARDED + "::test_frozen_and_thawed_while_gathered",),
     ),
     Mutant(

@@ -628,7 +628,7 @@ MUTANTS = [
     ),
     Mutant(
         "masters are shared with forked processes",
-        "tiles/memory.py",
+        "transfer/private.py",
         "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
         "mmap.MAP_SHARED | mmap.MAP_ANONYMOUS",
         (MEMORY,),

@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "a simulated step leaves out the backwards between the first and the last",
         "plan/simulation.py",
-        "step, computed = self._time.end + skipped, ends[-1] + skipped",
-        "step, computed = self._time.end, ends[-1]",
+        "step, computed = step + skipped * (ended - begun), computed + skipped * (ended - begun)",
+        "pass",
         (SIMULATION,),
     ),
     Mutant(

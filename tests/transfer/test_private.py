@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import signal
 import sys
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ NUM_BYTES = 16 << 20
 WAYS: dict[str, Callable[[], Tensor]] = {
     "states, spares and sums": lambda: allocate_zeros(NUM_BYTES // 4).view(torch.uint8),
     "slots": lambda: SimulatedTransfer().allocate(NUM_BYTES),
-    "blocks that are pinned": lambda: torch.frombuffer(private_block(mmap.mmap, NUM_BYTES), dtype=torch.uint8),
+    "blocks that are pinned": lambda: torch.frombuffer(private_block(mmap.mmap, NUM_BYTES, False), dtype=torch.uint8),
 }
 
 
@@ -42,9 +43,16 @@ def test_a_fork_takes_neither_memory_nor_huge_pages(memory: Tensor) -> None:
     assert bool((memory == 8).all())
 
 
+@pytest.mark.parametrize("memory", [each for each in WAYS if "pinned" not in each], indirect=True)
 def test_a_child_finds_zeros_and_writes_its_own(memory: Tensor) -> None:
     assert in_child(lambda: [int(memory.max()), int(memory.fill_(3).min())]) == "[0, 3]"
     assert bool((memory == 7).all())
+
+
+@pytest.mark.parametrize("memory", ["blocks that are pinned"], indirect=True)
+def test_a_child_that_touches_values_of_a_script_ends(memory: Tensor) -> None:
+    """A parameter that rests there may have been handed on as ``p.detach()`` or in a ``state_dict()``."""
+    assert in_child(lambda: int(memory[0])) == f"the child ended with {-signal.SIGSEGV}"
 
 
 def test_memory_that_is_ordinary_again_is_copied(memory: Tensor) -> None:

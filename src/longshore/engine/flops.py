@@ -92,13 +92,17 @@ class FlopsProfiler:
             if not self._calls[part]:
                 yield f"{part}: not measured, as it was not called by engine.{part}()"
                 continue
-            line = f"{part}: {self._calls[part]} calls, {1e3 * self._seconds[part]:.2f} ms"
+            calls = "1 call" if self._calls[part] == 1 else f"{self._calls[part]} calls"
+            line = f"{part}: {calls}, {1e3 * self._seconds[part]:.2f} ms"
             if part in self._flops:
                 rate = self._flops[part] / max(self._seconds[part], 1e-9)
                 line += f", {_short(self._flops[part])} FLOPs, {_short(rate)} FLOPs/s"
             yield line
         if self._compiled:
-            yield "FLOPs are not counted: compiled code would run eagerly while they are, with other bits"
+            yield (
+                "FLOPs are not counted, since torch.compile was used in this process: compiled code would run eagerly "
+                "while they are, with other bits"
+            )
         whole = sum(self._seconds.values())
         per_second = "" if samples is None else f", {samples / max(whole, 1e-9):.1f} samples/s on all ranks"
         yield f"forward, backward and step: {1e3 * whole:.2f} ms{per_second}"

@@ -38,7 +38,7 @@ def allocate_pinned(num_bytes: int) -> Tensor:
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    block = private_block(_PinnedBlock, num_bytes)  # with huge pages there are fewer to pin
+    block = private_block(_PinnedBlock, num_bytes, wiped=False)  # with huge pages there are fewer to pin
     memory = torch.frombuffer(block, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError, AssertionError):  # the latter where torch has no CUDA
         torch.cuda.check_error(int(_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))

@@ -1,4 +1,4 @@
-"""Host memory of this process alone: a process that it forks finds zeros there."""
+"""Host memory of this process alone: a process that it forks finds zeros there, or nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _blocks = weakref.WeakSet[mmap.mmap]()
 Block = TypeVar("Block", bound=mmap.mmap)
 
 
-def private_block(kind: type[Block], num_bytes: int) -> Block:
+def private_block(kind: type[Block], num_bytes: int, wiped: bool = True) -> Block:
     """Map zeros that take memory only as they are touched; ``kind`` is the class of the mapping.
+
+    ``wiped``: whether a forked process finds zeros there. Otherwise it has no such memory, and ends where it touches
+    it, as is right for memory that scripts may have tensors of: they must not read zeros for values.
 
     Huge pages are requested: with 4 KiB pages, address translation takes a good part of a step's time. A forked process
     (a worker of a data loader) does not get the contents. Otherwise the first step after each fork would copy every
@@ -37,7 +40,7 @@ def private_block(kind: type[Block], num_bytes: int) -> Block:
             block.madvise(mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):
         try:
-            block.madvise(_MADV_WIPEONFORK)
+            block.madvise(_MADV_WIPEONFORK if wiped else mmap.MADV_DONTFORK)
         except OSError:  # Linux before 4.14, where a forked process has no memory there
             block.madvise(mmap.MADV_DONTFORK)
         _blocks.add(block)

@@ -67,7 +67,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device may have no end
-            raise refuse("cannot be read: it is a folder, a pipe or a device; write its content to a file")
+            if path.is_dir():
+                raise refuse("is a folder; give the path of the file in it")
+            raise refuse("cannot be read: it is a pipe or a device; write its content to a file")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:

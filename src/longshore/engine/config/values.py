@@ -6,6 +6,7 @@ import contextlib
 import math
 import numbers
 import operator
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -135,7 +136,11 @@ class Number(Kind):
 
     def hint(self, value: object) -> str:
         is_number = isinstance(value, numbers.Real) and value == value  # NaN is none
-        return "; integers have at most 64 bits" if self.whole and is_number and not _has_64_bits(value) else ""
+        if not is_number or (self.whole and _has_64_bits(value)):
+            return ""
+        if self.whole:
+            return "; it is more than 2**63 - 1"
+        return "; it is more than a float can be" if abs(value) > sys.float_info.max else ""  # pyright: ignore
 
     def converted(self, value: object) -> float | None:
         return self.read(_quoted_number(value))
