@@ -181,6 +181,21 @@ def test_values_are_gathered(ranks: list[Presence]) -> None:
     assert gathered("second", None) == [[(rank, None) for rank in ALL]] * 3
 
 
+def test_values_of_a_group_before_are_not_taken(store: Store, ranks: list[Presence]) -> None:
+    """A store may serve several default process groups, one after the other, as torchrun's does."""
+    threads = [threading.Thread(target=each.gather, args=("first", each.rank, 20.0)) for each in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for each in ranks:
+        each.close()
+    second = Presence(store, 0, len(ALL), 2)
+    with pytest.raises(RankError, match=r"rank 0: first: rank 1, 2 did not come within 0.3 s"):
+        second.gather("first", 0, 0.3)
+    assert second.missing(ALL) == []  # nor that those have ended
+
+
 def test_who_does_not_come_is_named(ranks: list[Presence]) -> None:
     with pytest.raises(RankError, match=r"rank 0: saving: rank 1, 2 did not come within 0.3 s; all ranks have to make"):
         ranks[0].gather("saving", None, 0.3)

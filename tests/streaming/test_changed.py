@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import types
@@ -131,6 +132,18 @@ def wrap(_: pytest.MonkeyPatch, model: Network) -> None:
         each.forward = (lambda former: lambda *args: former(*args) * 2)(each.forward)
 
 
+def wrap_as_others_do(_: pytest.MonkeyPatch, model: Network) -> None:
+    """With the attributes of the former, as accelerate's hooks do."""
+    for each in (model.blocks[1], model.blocks[2].layer):
+        former = each.forward
+
+        @functools.wraps(former)
+        def wrapper(*args: Any, former: Any = former) -> Tensor:
+            return former(*args) * 2
+
+        each.forward = wrapper
+
+
 def wrap_twice(kinds: pytest.MonkeyPatch, model: Network) -> None:
     wrap(kinds, model)
     with torch.no_grad():
@@ -168,7 +181,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Network], None]] = {
     for each in (
         patch_class, patch_class_inside, patch_model_class, swap_class, replace_in_a_block, replace_inside, wrap,
         wrap_twice, replace_and_put_back, replace_and_delete,
-        wrap_and_swap_class,
+        wrap_and_swap_class, wrap_as_others_do,
     )
 }  # fmt: skip
 

@@ -41,14 +41,17 @@ _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
 
 class CopiesOfShards:
-    """Copies to the device of shards that rest on the host. Whoever calls the model may write to its parameters as soon
-    as a forward or backward returns, and torch tells nobody, so that these wait for the copies."""
+    """Copies to the device of shards that rest on the host, if they do. Whoever calls the model may write to its
+    parameters as soon as a forward or backward returns, and torch tells nobody, so that these wait for the copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, resting: bool = False) -> None:
+        self.resting = resting
         self._last: Mark | None = None
 
     def began(self, device: torch.device) -> None:
         """Note that the current stream of the device waits for the copies so far."""
+        if not self.resting:
+            return
         self._last = mark_on(device)
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)  # pyright: ignore
@@ -121,8 +124,8 @@ class FullyShardedModel:
             module.register_load_state_dict_pre_hook(self._before_loading) for module in model.modules()
         ]
         self._lasting_hooks += [hook for module in self.modules for hook in keep_same_inputs(module)]  # pyright: ignore
-        self.copies = CopiesOfShards()
-        if any(member.offload_to_cpu for member in self.members.values()):
+        self.copies = CopiesOfShards(any(member.offload_to_cpu for member in self.members.values()))
+        if self.copies.resting:
             self._lasting_hooks += [
                 module.register_forward_hook(self.copies.wait, always_call=True)  # pyright: ignore
                 for module in self.modules

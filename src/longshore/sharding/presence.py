@@ -73,11 +73,14 @@ class Presence:
 
     Args:
         store: that of the default process group; the thread ends with it.
+        number: how many there have been in this process. A store may serve several default process groups, one after
+            the other, and what was said in one of them must not be heard in the next.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, number: int = 1) -> None:
         self.store = weakref.ref(store)
         self.rank, self.world_size = rank, world_size
+        self._keys = f"{_KEYS}/{number}"
         self._keeper = LAUNCHER if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         self._lock = threading.Lock()
         self._heard: dict[int, _Heard] = {}
@@ -159,7 +162,7 @@ class Presence:
         """
         with self._lock:
             times = self._gathered[what] = self._gathered.get(what, 0) + 1
-            keys = [f"{_KEYS}/{what}/{times}/{rank}" for rank in range(self.world_size)]
+            keys = [f"{self._keys}/{what}/{times}/{rank}" for rank in range(self.world_size)]
             each = _Gathering(keys, pickle.dumps(value))
             self._gatherings.append(each)
         self._wake.set()
@@ -189,7 +192,7 @@ class Presence:
     def exchange(self, store: Any, ends: bool) -> bool:
         """Speak to the other ranks, and hear them if somebody waits; return whether to look again soon."""
         self._count += 1
-        store.set(f"{_KEYS}/{self.rank}", f"{self._count} {self._said or (_ENDED if ends else '')}")
+        store.set(f"{self._keys}/{self.rank}", f"{self._count} {self._said or (_ENDED if ends else '')}")
         if time.monotonic() - self._asked_at < 4 * _BEAT_S:
             self._hear(store)
         with self._lock:
@@ -201,8 +204,8 @@ class Presence:
 
     def _hear(self, store: Any) -> None:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        known = [rank for rank in others if rank in self._heard or store.check([f"{_KEYS}/{rank}"])]
-        said = store.multi_get([f"{_KEYS}/{rank}" for rank in known]) if known else []
+        known = [rank for rank in others if rank in self._heard or store.check([f"{self._keys}/{rank}"])]
+        said = store.multi_get([f"{self._keys}/{rank}" for rank in known]) if known else []
         with self._lock:
             passed_s = self._passed("_heard_at")
             for rank, theirs in zip(known, said, strict=True):
@@ -264,6 +267,8 @@ def words(ranks: Sequence[int]) -> str:
     """Return who is missing, for messages; none of ``ranks``: it is not known who."""
     if not ranks:
         return "another rank has probably ended"
+    if dist.is_initialized() and list(ranks) == [dist.get_rank()]:
+        return f"the others took this rank for missing: it did not answer them for {_SILENT_S:g} s"
     if LAUNCHER in ranks:
         return "the launcher's store, by which the ranks met, has ended or cannot be reached"
     named = ", ".join(map(str, ranks))
@@ -271,18 +276,20 @@ def words(ranks: Sequence[int]) -> str:
 
 
 _current: Presence | None = None
+_number = 0
 _making = threading.Lock()
 
 
 def presence() -> Presence | None:
     """Return that of the default process group; None if there is no such group, or it has one rank."""
-    global _current
+    global _current, _number
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
     with _making:
         if _current is None or _current.store() is not store:
-            _current = Presence(store, dist.get_rank(), dist.get_world_size())
+            _number += 1
+            _current = Presence(store, dist.get_rank(), dist.get_world_size(), _number)
         return _current
 
 

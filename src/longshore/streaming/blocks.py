@@ -132,7 +132,7 @@ class Block:
             if self.users == 1 and not failed:
                 for parameter in self.parameters:
                     parameter.check_unwritten()
-                self._check_sums()
+                self._compare_sums()
         finally:
             self.users -= 1
             if not self.users:
@@ -144,14 +144,16 @@ class Block:
         there = [_bits(each.twin) for each in self.parameters if each.twin.numel()]
         return checksums_on(self._resident.device)(there) if there else None
 
-    def _check_sums(self) -> None:
-        """Raise ParameterError if a hook wrote to a parameter where torch cannot see it."""
+    def _compare_sums(self) -> None:
+        """Begin to look whether a hook wrote to a parameter where torch cannot see it."""
         before, self._sums = self._sums, None
-        if before is None:
-            return
-        now = self._checksums()
-        assert now is not None
-        if differing := (now != before).nonzero().flatten().tolist():
+        now = None if before is None else self._checksums()
+        if before is not None and now is not None:
+            self._resident.compared.append((self, now != before))
+
+    def check_sums(self, differ: Tensor) -> None:
+        """Raise ParameterError if checksums of the block's parameters differ from those before its forward."""
+        if differing := differ.nonzero().flatten().tolist():
             there = [each for each in self.parameters if each.twin.numel()]
             raise ParameterError(
                 f"parameter {there[differing[0]].name} was written to in a hook of a module inside "
@@ -254,6 +256,8 @@ class Resident:
         self.lock = threading.RLock()
         """Forward and autograd's threads use blocks."""
         self.blocks: Sequence[Block] = ()
+        self.compared: list[tuple[Block, Tensor]] = []
+        """Blocks whose checksums were compared in the call under way, and on the device where they differ."""
         self.kept: Block | None = None
         self.in_time = self.late = self.most_bytes = 0
         self._there: list[Block] = []
@@ -271,6 +275,12 @@ class Resident:
                         parameter.drop()
             self._there = [block for block in self._there if block.users]
             self._before = self._now = None
+
+    def check_sums(self, failed: bool) -> None:
+        """Raise what the comparisons of a call found, unless it has failed; the host waits once for all blocks."""
+        compared, self.compared = self.compared, []
+        for block, differ in compared if not failed else ():
+            block.check_sums(differ)
 
     def trains(self) -> bool:
         """Return whether any parameter of the model gets a gradient."""

@@ -36,8 +36,8 @@ class _LeftBehind:
             return super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
         raise LongshoreError(
             "this process was forked from the one that has the parameters, which rest in pinned memory, and has no "
-            f"copy of them ({name} asked for one): use the model there, and give workers (of a data loader, say) copies "
-            "of what they need (p.detach().clone())"
+            f"copy of them ({name} asked for one): use the model there, and give workers (of a data loader, say) "
+            "copies of what they need (p.detach().clone())"
         )
 
     def __repr__(self, **_: Any) -> str:

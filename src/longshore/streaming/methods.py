@@ -72,7 +72,7 @@ class StreamedMethod:
         """What the module itself had for its class's method, if anything."""
         self._known = _function_of(self._former())
         """The function that it was when the model was called last."""
-        functools.update_wrapper(self, self._former())
+        functools.update_wrapper(self, self._former(), updated=())  # not what a wrapper has of another of these
         module.__dict__[method] = self
         # copy, deepcopy and pickle of the module all ask for it.
         module.__dict__["__getstate__"] = self._refuse

@@ -238,6 +238,8 @@ class Stream:
                 check_selected({each.twin.untyped_storage().data_ptr(): each.name for each in block.parameters})
         finally:
             block.end_use(failed)
+        if not self._calls:
+            self._resident.check_sums(failed)
 
     @not_compiled
     def explain_error(self, error: RuntimeError, name: str, given: Any) -> LongshoreError | None:

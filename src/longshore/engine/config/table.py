@@ -244,7 +244,11 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
                  "with super_offload only, as in DeepSpeed. Default: all of them."),
     ),
     "zero_optimization.offload_param": (
-        setting("device", "param_device", "The optimizer's state is then on the host, too; a file that says otherwise gets a note."),
+        setting(
+            "device",
+            "param_device",
+            "The optimizer's state is then on the host, too; a file that says otherwise gets a note.",
+        ),
         accepted("nvme_path", TEXT, _NVME),
         accepted("buffer_count buffer_size max_in_cpu", AT_LEAST_0, _NVME),
         accepted("pin_memory", BOOLEAN, "Where there is an accelerator, memory that it copies from is always pinned."),
