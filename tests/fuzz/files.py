@@ -156,7 +156,7 @@ class Said:
             self.options["scaling"] = {"scale": 1.0}
         for section, name in ((top, ""), (zero, "zero_optimization"), (offload, "zero_optimization.offload_optimizer")):
             section.take(_NO_EFFECT[name])
-        fp16.take(("enabled", "loss_scale", *_SCALING))
+        fp16.take(("enabled", "loss_scale", "min_loss_scale", *_SCALING))
         bf16.take(("enabled", "check_grad_overflow"))
         for section in (top, zero, offload, optimizer, params, fp16, bf16):
             section.end()
