@@ -211,7 +211,7 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
         p = shard_of(given)
         if not same(mine_now := whole(p).detach(), q.detach()):
             return Finding("weights differ", place, f"{name}: {_difference(mine_now, q)}")
-        if ours.released:
+        if ours.holds_gradients:
             continue
         if (p.grad is None) != (q.grad is None):
             found = "None" if p.grad is None else "a tensor"

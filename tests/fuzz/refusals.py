@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from longshore.errors import ParameterError
+
 REFUSALS = {
     "gradient on the host is touched": r"its gradient is on the host",
     "zero_grad fills": r"zero_grad\(set_to_none=False\) fills \.grad with zeros",
@@ -43,6 +45,8 @@ REFUSALS = {
 
 
 OF_ADAGRAD = {"Adagrad's states before its first step": r"^'(step|sum)'$"}
+OF_A_STEP = {"a vector in a group of Muon's": r"and Muon steps matrices: put it into a group with use_muon=False"}
+"""Both sides raise a ValueError where such a group is made."""
 AFTER_ONE_RANKS_ERROR = {"ranks apart": r"^the ranks do different things: .* is in step\(\), .* is in backward"}
 
 
@@ -56,4 +60,5 @@ def refusal_of(failure: BaseException, kind: str, uneven: bool = False) -> str |
     """
     text, known = str(failure), REFUSALS | (AFTER_ONE_RANKS_ERROR if uneven else {})
     known |= OF_ADAGRAD if kind == "Adagrad" else {}
+    known |= OF_A_STEP if isinstance(failure, ParameterError) else {}
     return next((name for name, pattern in known.items() if re.search(pattern, text)), None)

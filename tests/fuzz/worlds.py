@@ -200,7 +200,7 @@ class World:
 
     @property
     def released(self) -> bool:
-        """Whether ``.grad`` is longshore's."""
+        """Whether ``.grad`` will be longshore's."""
         return bool(self.settings.get("release_gradients")) or "stage" in self.settings
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
@@ -353,6 +353,8 @@ class OurWorld(World):
         super().__init__(folder)
         self._saves = 0
         self.made: list[Any] = []
+        self.holds_gradients = False
+        """Whether ``.grad`` is longshore's, by the settings with which the last optimizer or engine was made."""
         self._streams = Streams()
         for name in OURS:
             self.names[name] = lambda *args, name=name, **options: self._keep(
@@ -369,6 +371,7 @@ class OurWorld(World):
     def _keep(self, name: str, optimizer: Any) -> Any:
         self.kind = name
         self.made.append(optimizer)
+        self.holds_gradients = self.released
         return optimizer
 
     def placed(self, model: Net) -> Net:
@@ -394,12 +397,14 @@ class OurWorld(World):
             self.streams = True
         engine = our_engine(self.settings, model, kind, params, options)
         self.made.append(engine)
+        self.holds_gradients = True
         return engine, engine.optimizer, list(model.parameters())
 
     def initialized(self, model: Net, text: str, valid: bool = False) -> Any:
         file = self._folder / f"config-{self.names['rank']}.json"
         file.write_text(text)
         self.settings = {"stage": None}
+        self.holds_gradients = True
         try:
             engine = longshore.initialize(model=model, config=file).engine
         except longshore.ConfigError as error:
