@@ -595,3 +595,19 @@ def test_a_change_of_memory_format_keeps_each_elements_moments(dtype: torch.dtyp
         theirs = partial(torch.optim.AdamW, lr=1e-2, fused=True)
         assert torch.equal(trained(theirs, False), kept)
         assert not torch.allclose(trained(theirs, True), kept, atol=1e-3)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_states_are_in_the_order_in_which_parameters_were_first_stepped(released: bool) -> None:
+    """Also where nobody looked at the state in between: a loop over it may end with an error half way."""
+    orders = []
+    for kind, options in ((torch.optim.AdamW, {}), (longshore.AdamW, {"release_gradients": released})):
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+        optimizer = kind(parameters, **options)
+        for used in ([3, 1], [0, 1], [2, 3]):
+            sum(parameters[index].sum() for index in used).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.step()
+            optimizer.zero_grad()
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        orders.append([index_of[id(parameter)] for parameter in optimizer.state])
+    assert orders == [[1, 3, 0, 2]] * 2

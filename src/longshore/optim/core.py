@@ -313,6 +313,9 @@ class OptimizerCore:
                 fill_initial(records[index], store)
 
         def published() -> None:
+            for index in steps:
+                if not records[index].has_state:
+                    self.handed_out.came(records[index])
             for index, step in steps.items():
                 records[index].publish(step.target, histories[index])
             for index in steps:  # after all: slices of one tensor count each other's writes

@@ -83,6 +83,10 @@ class HandedOut:
                 if name in record.family.entries and is_plain(value, record, single=name in numbers_of(record)):
                     self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)
 
+    def came(self, record: ParameterRecord) -> None:
+        """Note that a parameter has a state from now on, behind those that had one before."""
+        self.touched.setdefault(id(record.parameter), True)
+
     def forget(self, record: ParameterRecord) -> None:
         """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
         for kept in (self.copies, self.assigned, self.entries, self.touched):
