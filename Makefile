@@ -12,7 +12,7 @@ SANITIZERS := address,undefined thread
 PARALLEL := -n 3 --dist worksteal
 QUICK := not medium and not slow
 
-.PHONY: setup demo simulated-device test test-device test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -103,6 +103,14 @@ test-versions:
 AARCH64 ?=
 test-aarch64: $(SETUP)
 	$(BIN)/python -m scripts.aarch64 $(AARCH64)
+
+# What goes into and comes out of the native kernels, and the collectives, in some forty runs, compared with
+# tests/replay/recorded.json; replay-record writes that anew, for a change that is meant to change them.
+replay: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m replay
+
+replay-record: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m replay --record
 
 test-model:
 	scripts/check_model.sh
