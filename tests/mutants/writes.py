@@ -70,6 +70,9 @@ MUTANTS = [
         "the checksum is that of the values before the step",
         "optim/core.py",
         "        def published() -> None:\n"
+        "            for index in steps:\n"
+        "                if not records[index].has_state:\n"
+        "                    self.handed_out.came(records[index])\n"
         "            for index, step in steps.items():\n"
         "                records[index].publish(step.target, histories[index])\n"
         "            for index in steps:  # after all: slices of one tensor count each other's writes\n"
