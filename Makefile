@@ -151,6 +151,7 @@ lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python -m scripts.shape
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis

@@ -1,14 +1,15 @@
-"""Count the source files that two short trips execute, and how deeply they call each other.
+"""Count the source files that three short trips execute, and how deeply they call each other.
 
 ``python -m scripts.trips`` prints, for each trip, the files of longshore that ran, and the deepest stack: a layer is a
 change from one file to another on the way down, so that a call within a file adds none.
 
-- ``step``: one ``step()`` of ``longshore.AdamW`` in its default mode.
+- ``repeated step``: one ``step()`` of ``longshore.AdamW`` in its default mode, for CPU parameters, with nothing new.
+- ``copied step``: the same where gradients and parameters are copied, as they are with CUDA: simulated transfers stand
+  in for a device.
 - ``gradient``: at stage 2 with cpu offload, on two ranks over gloo, from ``backward()``, where autograd calls the
-  hooks, to the return of ``engine.step()``, when the parameters are published. Simulated transfers stand in for a
-  device, so that gradients and parameters are copied as they are with CUDA. Rank 0 is counted.
+  hooks, to the return of ``engine.step()``, when the parameters are published. They are copied, too. Rank 0 is counted.
 
-Both are the third of their kind, when nothing is set up any more. All threads that Python started are counted.
+Each is the third of their kind, when nothing is set up any more. All threads that Python started are counted.
 """
 
 from __future__ import annotations
@@ -85,10 +86,14 @@ def _batch() -> torch.Tensor:
     return torch.ones(2, 8, dtype=torch.bfloat16)
 
 
-def optimizer_step() -> Trip:
+def _copied(seed: int = 0) -> longshore.Offload:
+    return longshore.Offload(transfer=longshore.SimulatedTransfer(seed=seed, max_delay_s=0.0))
+
+
+def optimizer_step(offload: longshore.Offload | None = None) -> Trip:
     """The trip of one ``step()`` of ``longshore.AdamW`` in its default mode."""
     counting, model = Counting(), _model()
-    optimizer = longshore.AdamW(model.parameters())
+    optimizer = longshore.AdamW(model.parameters(), offload=offload)
     trip = None
     for _ in range(_STEPS):
         optimizer.zero_grad()
@@ -120,12 +125,12 @@ def _rank(rank: int, pipe: Connection) -> None:
     counting = Counting()
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    offload = longshore.Offload(transfer=longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0))
-    engine, *_ = longshore.initialize(model=_model(), config=config, offload=offload, device="cpu")
+    engine, *_ = longshore.initialize(model=_model(), config=config, offload=_copied(rank), device="cpu")
 
     trip = None
     for _ in range(_STEPS):
@@ -141,6 +146,13 @@ def _rank(rank: int, pipe: Connection) -> None:
     engine.destroy()
 
 
+TRIPS: dict[str, Callable[[], Trip]] = {
+    "repeated step": optimizer_step,
+    "copied step": lambda: optimizer_step(_copied()),
+    "gradient": stage_2_gradient,
+}
+
+
 def _print(name: str, trip: Trip, with_files: bool) -> None:
     print(f"{name}: {len(trip.calls)} files, {len(trip.deepest)} layers")
     if with_files:
@@ -154,8 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the files, with the number of calls into each")
     arguments = parser.parse_args()
-    _print("step", optimizer_step(), arguments.files)
-    _print("gradient", stage_2_gradient(), arguments.files)
+    for name, trip in TRIPS.items():
+        _print(name, trip(), arguments.files)
 
 
 if __name__ == "__main__":

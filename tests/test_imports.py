@@ -208,18 +208,3 @@ def test_no_module_imports_itself_by_way_of_another() -> None:
             if found in modules and found != "longshore.kernels":  # the package has the native module, too
                 sorter.add(module_of(file), found)
     sorter.prepare()  # raises CycleError, which names the modules
-
-
-@pytest.mark.parametrize("file", FILES, ids=identity)
-def test_sizes(file: Path) -> None:
-    """Medians are never the trouble, tails are."""
-    text = file.read_text()
-    assert len(text.splitlines()) <= 700
-    # From the first statement on: the signature of a command is its table of options.
-    long = {
-        node.name: lines
-        for node in ast.walk(parsed(file))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60
-    }
-    assert long == {}
