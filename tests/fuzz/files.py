@@ -136,7 +136,9 @@ class Said:
         top = _Section("", json.loads(_without_last_commas(text), object_pairs_hook=_once))
         zero, optimizer = top.section("zero_optimization"), top.section("optimizer")
         offload, params = zero.section("offload_optimizer"), optimizer.section("params")
-        fp16, bf16 = top.section("fp16"), top.section("bf16")
+        fp16, bf16, amp = top.section("fp16"), top.section("bf16"), top.section("amp")
+        if amp.switch("enabled", False):
+            raise Unreadable("apex is not there")
         self.settings = {"stage": zero.number("stage", 0, whole=True)}
         states = offload.word("states", "fp32")
         if states != "fp32":
@@ -158,7 +160,7 @@ class Said:
             section.take(_NO_EFFECT[name])
         fp16.take(("enabled", "loss_scale", "min_loss_scale", *_SCALING))
         bf16.take(("enabled", "check_grad_overflow"))
-        for section in (top, zero, offload, optimizer, params, fp16, bf16):
+        for section in (top, zero, offload, optimizer, params, fp16, bf16, amp):
             section.end()
 
     def cast(self, model: nn.Module) -> None:
