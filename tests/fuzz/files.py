@@ -134,7 +134,7 @@ class Said:
 
     def __init__(self, text: str, world_size: int) -> None:
         top = _Section("", json.loads(_without_last_commas(text), object_pairs_hook=_once))
-        zero, optimizer = top.section("zero_optimization"), top.section("optimizer")
+        zero, optimizer = top.section("zero_optimization", true={"stage": 1}), top.section("optimizer")
         offload, params = zero.section("offload_optimizer"), optimizer.section("params")
         fp16, bf16, amp = top.section("fp16"), top.section("bf16"), top.section("amp")
         if amp.switch("enabled", False):
@@ -226,8 +226,10 @@ class _Section:
         value = self._values.get(key)
         return None if isinstance(value, str) and value == "auto" else value
 
-    def section(self, key: str) -> _Section:
+    def section(self, key: str, true: dict[str, Any] | None = None) -> _Section:
+        """``true``: what a section means that is just true; an error, unless it is given."""
         value = self._value(key)
+        value = true if value is True and true is not None else value
         return _Section(key, {} if value is None or value is False else value)
 
     def take(self, keys: Any) -> None:
