@@ -26,12 +26,16 @@ class RankGroup:
 
     Args:
         group: a process group of gloo, or the default one; None: this process only.
+
+    Attributes:
+        lost: whether a rank of it is missing, so that the others cannot tell each other anything more.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.process_group = group
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.world_size: int = 1 if group is None else dist.get_world_size(group)
+        self.lost = False
 
     def gather(self, value: T) -> list[T]:
         """Return each rank's value, by rank; all ranks have to call it.
@@ -44,7 +48,11 @@ class RankGroup:
         assert self.process_group is not None  # not closed: torch would take None as the default group
         if self.process_group is dist.group.WORLD:  # which may have no backend for the CPU
             return gather_from_all("setting up an engine", value)
-        return gather_objects(value, self.process_group, _ADVICE)
+        try:
+            return gather_objects(value, self.process_group, _ADVICE)
+        except RankError:
+            self.lost = True
+            raise
 
     def gather_differing(self, value: T) -> list[T]:
         """As :meth:`gather`, for large values of built-in types: only digests are sent if all ranks have the same."""

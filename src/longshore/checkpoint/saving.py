@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +25,7 @@ from torch import nn
 from longshore.checkpoint.arithmetic import arithmetic_entries
 from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
 from longshore.checkpoint.files import WrittenFile, write_json
-from longshore.checkpoint.folder import Draft, check_latest, prune
+from longshore.checkpoint.folder import LATEST, Draft, WholeCheckpoint, check_latest, prune, read_latest
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.values import Values
 from longshore.errors import CheckpointError, LongshoreError, RankError
@@ -31,6 +33,11 @@ from longshore.tiles import StateSnapshot, memory_for_speculation
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("longshore")
+
+_COMMIT_S = 6.0
+"""How long a rank waits for the first one to commit a checkpoint, after another one was lost."""
+_RENAMING_S = 1.0
+_POLL_S = 0.05
 
 STATE = "state"
 """Stem of the files with values that are the same on all ranks."""
@@ -134,9 +141,10 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
 
     Raises:
         CheckpointError: the checkpoint could not be written; existing checkpoints are unchanged.
-        RankError: another rank has ended.
+        RankError: another rank has ended, and the checkpoint is not complete, as far as this rank can see.
     """
     draft: list[Draft] = []
+    written: list[_Unfinished] = []
     committed = False
 
     def begin() -> Path:
@@ -150,9 +158,14 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
         _commit(draft[0], ranks, content, target)
         committed = True
 
+    def write_files() -> _Written:
+        mine = _write_files(content, path, group)
+        written.append(_Unfinished(path, target))
+        return mine
+
     try:
         path = group.first(lambda: _explained(begin, target))
-        mine = group.together(lambda: _explained(lambda: _write_files(content, path, group), target))
+        mine = group.together(lambda: _explained(write_files, target))
         ranks = group.gather(mine)
         group.first(lambda: _explained(lambda: commit(ranks), target))
     except BaseException as error:
@@ -161,10 +174,81 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
             return target.root / target.tag
         for each in draft:
             each.discard()
+        if group.rank > 0 and group.lost and written and isinstance(error, RankError):
+            written[0].finish(error)
+            return target.root / target.tag
         raise
     finally:
         content.close()
     return target.root / target.tag
+
+
+class _Unfinished:
+    """A checkpoint to which this rank has written its files, and which the first rank has still to commit: whether it
+    did so, this rank sees on the disk, if the ranks cannot tell each other any more.
+
+    Args:
+        draft: the folder into which the ranks write, and which gets another name at the end.
+    """
+
+    def __init__(self, draft: Path, target: Target) -> None:
+        self._draft, self._target = draft, target
+        self._identity = _identity_of(draft)
+
+    def finish(self, error: RankError) -> None:
+        """Wait for a while until the first rank has committed the checkpoint; raise ``error``, with what can be said of
+        the checkpoint, if it has not."""
+        path = self._target.root / self._target.tag
+        until = time.monotonic() + _COMMIT_S
+        gone_until = math.inf
+        while not self._is_whole or not self._is_latest:
+            now = time.monotonic()
+            if not self._is_renamed and not self._draft.exists():
+                # It was given up. A network file system may show the new name later than that the old one is gone.
+                gone_until = min(gone_until, now + _RENAMING_S)
+            if now > min(until, gone_until):
+                break
+            time.sleep(_POLL_S)
+        else:
+            _LOGGER.error("%s is complete, and the ranks could not tell each other: %s", path, error)
+            return
+        if self._is_whole:
+            raise RankError(
+                f"{error}; {path} is complete, and {self._target.root / LATEST} does not name it: load it by its tag"
+            ) from error
+        if gone_until < math.inf:
+            raise error
+        raise RankError(
+            f"{error}; this rank does not see whether the first rank completed {path}: "
+            f"look at it with `longshore inspect {self._target.root} --verify`"
+        ) from error
+
+    @property
+    def _is_renamed(self) -> bool:
+        # A former checkpoint of the tag, possibly of the same content, is another folder.
+        return _identity_of(self._target.root / self._target.tag) == self._identity
+
+    @property
+    def _is_whole(self) -> bool:
+        if not self._is_renamed:
+            return False
+        try:
+            WholeCheckpoint(self._target.root / self._target.tag)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    @property
+    def _is_latest(self) -> bool:
+        return not self._target.latest or read_latest(self._target.root) == self._target.tag
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 _Written = tuple[list[WrittenFile], dict[str, Any]]
