@@ -85,6 +85,8 @@ if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
 
             if (error := FEATURES["longshore"].refusal()) is not None:
                 raise ImportError(str(error))
+        if _HOME_OF[name] == "longshore.optim":
+            importlib.import_module("longshore.sharding.presence")  # which learns of optimizers that are made
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value

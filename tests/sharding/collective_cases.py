@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import RankError
-from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import reduction as module
+from longshore.sharding import waiting as module_of_waits
 from longshore.sharding.agreement import Action, Agreement, Statement, agreement_of
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import plan_buckets
@@ -249,19 +249,19 @@ def waiting(late: bool) -> list[str]:
     """What rank 0 logs when the ranks meet twice; with ``late`` rank 1 comes to the second only after it did so."""
     collectives = make_thread()
     listener = _Listener(lambda: dist.send(torch.zeros(1), 1))
-    logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
+    logger, former = logging.getLogger("longshore"), module_of_waits._NOTICE_S
     logger.addHandler(listener)
     try:
         collectives.run(lambda: collectives.meet(Action.BACKWARD, 2, 5))
         if late:
-            thread_module._NOTICE_S = 0.05
+            module_of_waits._NOTICE_S = 0.05
             if collectives.rank == 1:
                 dist.recv(torch.zeros(1), 0)
-                thread_module._NOTICE_S = former
+                module_of_waits._NOTICE_S = former
                 time.sleep(0.5)  # in which rank 0 could say it again
         collectives.run(lambda: collectives.meet(Action.STEP, 7, 5))
         collectives.close()
         return listener.said
     finally:
-        thread_module._NOTICE_S = former
+        module_of_waits._NOTICE_S = former
         logger.removeHandler(listener)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import GradientError
-from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import shared_memory as module
+from longshore.sharding import waiting as module_of_waits
 from longshore.sharding.agreement import WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.twin_groups import twins_of
@@ -88,9 +88,9 @@ def waiting() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
+    logger, former = logging.getLogger("longshore"), module_of_waits._NOTICE_S
     logger.addHandler(handler)
-    thread_module._NOTICE_S = 0.2 if rank == 0 else 30.0
+    module_of_waits._NOTICE_S = 0.2 if rank == 0 else 30.0
     try:
         for number in range(2):
             if number == 1 and rank == 1:
@@ -100,7 +100,7 @@ def waiting() -> list[str]:
             gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         return said
     finally:
-        thread_module._NOTICE_S = former
+        module_of_waits._NOTICE_S = former
         logger.removeHandler(handler)
         gathering.close()
         collectives.close()

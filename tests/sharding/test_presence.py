@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from longshore.errors import RankError
 from longshore.sharding import presence as module
@@ -190,10 +192,98 @@ def test_values_of_a_group_before_are_not_taken(store: Store, ranks: list[Presen
         thread.join(30)
     for each in ranks:
         each.close()
-    second = Presence(store, 0, len(ALL), 2)
-    with pytest.raises(RankError, match=r"rank 0: first: rank 1, 2 did not come within 0.3 s"):
+    second = Presence(store, 0, len(ALL))
+    with pytest.raises(RankError, match=r"rank 0: first: rank 1, 2, which made no call .*, did not come within 0.3"):
         second.gather("first", 0, 0.3)
     assert second.missing(ALL) == []  # nor that those have ended
+
+
+def test_ranks_that_spoke_in_different_groups_before_hear_each_other(store: Store, ranks: list[Presence]) -> None:
+    """Not all ranks need to have made an optimizer in the process group that was before."""
+    other = Store()
+    first, second = Presence(other, 0, 2), Presence(other, 1, 2)
+    until(lambda: first.missing([0, 1]) == [] and len(first._heard) == 1)
+    threads = [threading.Thread(target=each.gather, args=("first", each.rank, 20.0)) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(each._keys == ranks[0]._keys for each in (first, second))
+
+
+def test_it_is_logged_for_whom_a_rank_waits(
+    store: Store, ranks: list[Presence], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RankError, match="rank 0: saving x: rank 1, 2 did not come within 1 s; all ranks have to make"):
+        ranks[0].gather("saving", None, 1.0, 0.2, "saving x")
+    (told,) = caplog.messages
+    assert re.fullmatch(
+        r"rank 0 has waited 0 s: saving x: rank 1, 2 did not come yet; all ranks have to make the same calls", told
+    )
+    caplog.clear()
+    own = Store()
+    first, _ = Presence(own, 0, 3), Presence(own, 1, 3)
+    with pytest.raises(RankError, match="rank 1, 2, of which 2 made no call of longshore"):
+        first.gather("saving", None, 1.0, 0.2)
+    assert "of which 2 made no call of longshore in this process group, or stopped before it, did" in caplog.text
+
+
+def test_the_only_other_rank_is_the_one_that_ended(store: Store) -> None:
+    first = Presence(store, 0, 2)
+    until(lambda: first.missing([0, 1]) == [] and first._listened)
+    assert first.who_broke([0, 1]) == [1]
+
+
+def test_ranks_part_from_a_store_whose_process_ends(store: Store, ranks: list[Presence]) -> None:
+    """Whoever speaks to a store that has ended makes torch print a trace of calls."""
+    first, second, third = ranks
+    start = time.monotonic()
+    first.close()
+    assert not any(each._thread.is_alive() for each in ranks)
+    assert time.monotonic() - start < module._LAST_WORDS_S
+    until(lambda: second.missing(ALL) == third.missing(ALL) == [0])
+
+
+def test_ranks_part_from_a_first_rank_that_gave_up(ranks: list[Presence]) -> None:
+    first, second, third = ranks
+    stop(third)
+    second.missing(ALL)
+    until(lambda: first.missing(ALL) == [2])
+    assert first.who_broke(ALL) == [2]
+    first.close()
+    until(lambda: not second._thread.is_alive())
+    assert second.who_broke([0, 1]) == [2]
+
+
+def test_a_store_that_is_a_file_does_not_end_with_the_first_rank(store: Store, tmp_path: Path) -> None:
+    own = FileStore(str(tmp_path / "store"), 3)
+    first, second, third = [Presence(own, rank, 3) for rank in ALL]
+    until(lambda: second.missing(ALL) == [] and len(second._heard) == 2)
+    first.close()
+    until(lambda: second.missing(ALL) == [0])
+    for _ in range(20):
+        time.sleep(2 * module._SILENT_S / 20)
+        assert second.missing([1, 2]) == []
+    stop(third)
+    until(lambda: second.missing([1, 2]) == [2])
+
+
+def test_the_process_of_the_store_does_not_wait_for_ranks_that_are_gone(store: Store, ranks: list[Presence]) -> None:
+    first, second, third = ranks
+    third.close()
+    stop(second)
+    first.close()
+    assert not first._thread.is_alive()
+
+
+def test_a_group_that_is_gone_is_not_spoken_to(store: Store) -> None:
+    own = Store()
+    one = Presence(own, 1, 2)
+    until(lambda: one._count > 0)
+    inner = own._inner
+    del own
+    until(lambda: not one._thread.is_alive())
+    assert "ended" not in inner.get(f"{one._keys}/1").decode()
 
 
 def test_who_does_not_come_is_named(ranks: list[Presence]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import RankFailure, Ranks
+from ranks import RankFailure, Ranks, forking_context
 
 from sharding import waiting_cases
 
@@ -40,6 +41,7 @@ def check(ranks: Ranks, where: str, stage: int, silent_s: float, folder: Path) -
         ("one line", 2),
         ("a run's sums", 2),
         ("a new engine", 2),
+        ("before a first save", 0),
     ],
 )
 def test_a_rank_that_stops_is_named(where: str, stage: int, ranks: Ranks, tmp_path: Path) -> None:
@@ -50,3 +52,24 @@ def test_a_rank_that_stops_is_named(where: str, stage: int, ranks: Ranks, tmp_pa
 @pytest.mark.parametrize("where", ["exchange", "saving"])
 def test_a_rank_that_stops_is_named_within_half_a_minute(where: str, ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, where, 2, 0.0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "how, late_s", [("left", 0.0), ("left", 1.5), ("destroyed", 0.0), ("ours", 0.0), ("ours", 1.5)]
+)
+def test_a_program_ends_without_a_word(how: str, late_s: float, tmp_path: Path) -> None:
+    """Whoever speaks to a store whose process has ended makes torch print a trace of calls."""
+    context = forking_context()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [tmp_path / f"{rank}.stderr" for rank in range(3)]
+    processes = [
+        context.Process(target=waiting_cases.end, args=(rank, port, late_s, how, str(words[rank]))) for rank in range(3)
+    ]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(60)
+    assert [each.exitcode for each in processes] == [0] * 3
+    assert [each.read_text() for each in words] == [""] * 3

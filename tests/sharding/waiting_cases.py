@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -9,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from engine.failure_cases import backward, make_engine, raised_by
 
+import longshore
 from longshore.checkpoint import one_line
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.cli.group import RunGroup
+from longshore.engine.ranks import join
 from longshore.sharding import presence
 from longshore.sharding.data_plane import DataPlane
 from sharding.gathering_cases import sharing
@@ -31,8 +35,14 @@ def last_stops(where: str, stage: int, silent_s: float, folder: str) -> None:
 
 
 def _last_stops(where: str, stage: int, folder: Path) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     (folder / f"pid{rank}").write_text(str(os.getpid()))
+    if where == "before a first save":
+        model = torch.nn.Linear(2, 2)
+        optimizer = longshore.AdamW(model.parameters(), lr=0.1)
+        dist.barrier()
+        _wait(lambda: longshore.save(folder / "saved", model, optimizer), where, folder)
+        return
     engine = make_engine(stage)
 
     def train(step: int) -> None:
@@ -55,6 +65,12 @@ def _last_stops(where: str, stage: int, folder: Path) -> None:
         else:
             train(1)
 
+    _wait(do, where, folder)
+
+
+def _wait(do: Callable[[], object], where: str, folder: Path) -> None:
+    """Stop on the last rank; on the others write what ``do`` says."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == world_size - 1:
         _stop_in(where)
     start = time.monotonic()
@@ -80,3 +96,26 @@ def _stop_in(where: str) -> None:
         RankGroup.gather = lambda *each: stop() if next(calls) == 2 else gather(*each)  # pyright: ignore
     else:
         stop()
+
+
+def end(rank: int, port: int, late_s: float, how: str, words: str) -> None:
+    """A whole program; the ranks but the first come to its end later."""
+    os.dup2(os.open(words, os.O_WRONLY | os.O_CREAT), 2)
+    named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update({**named, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"})
+    if how == "ours":
+        ranks = join("gloo", "cpu")
+    else:
+        dist.init_process_group("gloo")
+        ranks = None
+    longshore.AdamW(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    dist.barrier()
+    if rank > 0:
+        time.sleep(late_s)
+    if ranks is not None:
+        ranks.close()
+    elif how == "destroyed":
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()  # which multiprocessing leaves out
+    # As long as Python and torch need to end, in which threads go on.
+    time.sleep(0.3)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,10 +30,8 @@ from longshore.sharding.twin_groups import twin_of
 _RUNS: dict[Path, str] = {}
 """Name of the run that saves in each folder. Loading from a folder continues that folder's run."""
 _BACKGROUND = Background()
-_LATE_S = 30.0
 RELEASED = "release_gradients"
 """Key among the shared values: whether the saved optimizer took gradients to the host during backward."""
-_LOGGER = logging.getLogger("longshore")
 
 
 def save(
@@ -186,16 +182,12 @@ def _group_of(model: nn.Module, path: Path) -> contextlib.closing[RankGroup]:
     """Return the group of the ranks that save or load ``path``; of this rank only if DDP keeps all ranks the same."""
     if _world_size() == 1 or _averaged_over_all_ranks([*model.parameters()]):
         return contextlib.closing(RankGroup())
-    late = threading.Timer(_LATE_S, _LOGGER.warning, ("%s: waiting for the other ranks, which all have to call", path))
-    late.daemon = True
-    late.start()
+    doing = f"waiting in longshore.save or load of {path}"
     try:
-        group = RankGroup(twin_of(None, torch.device("cpu"), backend="gloo"))
+        group = RankGroup(twin_of(None, torch.device("cpu"), backend="gloo", doing=doing))
         paths = group.gather(str(path))
     except RuntimeError as error:
         raise RankError(f"{path}: longshore.save and load have to be called on all ranks: {error}") from error
-    finally:
-        late.cancel()
     ranks = [rank for rank, theirs in enumerate(paths) if theirs == str(path)]
     if len(ranks) < len(paths):
         group.close()

@@ -16,6 +16,7 @@ from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.rendezvous import Start, forget_stores, store_at
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
+from longshore.sharding.presence import presence
 from longshore.sharding.waiting import gather_from_all
 
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class Ranks:
     def close(self) -> None:
         """Destroy the process group if :func:`join` made it and it still exists."""
         if self.owns_group and dist.is_initialized() and dist.group.WORLD is self.group:
+            if (here := presence()) is not None:
+                here.leave_group()
             dist.destroy_process_group()
 
 
@@ -98,6 +101,7 @@ def join(
     if is_accelerator(place):
         torch.accelerator.set_device_index(place.index)  # nccl uses the current device
     _initialise(backend, launch, place, limit)
+    presence()  # from here on the others hear of this rank
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
 
@@ -162,6 +166,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
     _check_fits(found, place, f"the process group, initialised with {found!r},")
     if is_accelerator(place):
         torch.accelerator.set_device_index(place.index)
+    presence()
     return Ranks(rank, world_size, local_rank, place, dist.group.WORLD, False)
 
 

@@ -24,6 +24,9 @@ from longshore.optim.shards import present
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
 
+on_made: list[Callable[[], object]] = []
+"""What is called after an optimizer was made, by rooms that are not known here."""
+
 
 def _remove_hooks(reference: weakref.ref[OptimizerCore]) -> None:
     core = reference()
@@ -51,6 +54,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         family.check_group(defaults)
         super().__init__(params, defaults)
         self._core.end_building()
+        for each in on_made:
+            each()
 
     def _make_core(self, family: RuleFamily, offload: StoreFactory, release_gradients: bool) -> None:
         me = weakref.proxy(self)  # it is alive whenever its core is used

@@ -26,15 +26,12 @@ from longshore.sharding.device_collectives import DeviceCollectives
 from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, different_parameters, explain_difference
 from longshore.sharding.twin_groups import Twins
 from longshore.sharding.unfinished import let_go, wait_for
-from longshore.sharding.waiting import all_gather_single, communicating, missing
-from longshore.tiles import Recorder, Worker, debugging
+from longshore.sharding.waiting import all_gather_single, communicating, missing, notice_s
+from longshore.tiles import Recorder, Worker
 
 T = TypeVar("T")
 
 _PATIENCE_S = 1.0
-_NOTICE_S = 30.0
-_NOTICE_DEBUGGING_S = 1.0
-"""How long a rank waits for the others before it logs a warning."""
 
 _LOGGER = logging.getLogger("longshore")
 
@@ -141,7 +138,7 @@ class CollectiveThread:
 
     def drain(self) -> None:
         """Wait for every job; raise the error of the first that failed. Log a warning if other ranks do not come."""
-        while not self._worker.idle_within(_notice_s()):
+        while not self._worker.idle_within(notice_s()):
             self.warn_of_waiting()
         failure = self._worker.drain()
         if failure is None:
@@ -162,7 +159,7 @@ class CollectiveThread:
     def warn_of_waiting(self) -> None:
         """Log, once for each meeting, that the other ranks do not come. Any thread may call this."""
         meeting = self._meeting
-        if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
+        if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < notice_s():
             return
         meeting.told = True
         others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
@@ -371,7 +368,3 @@ class CollectiveThread:
             self._latest = all_gather_single(rows, row, self.groups.control)
             self._of_latest = rows, row
         return rows, self._latest
-
-
-def _notice_s() -> float:
-    return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S

@@ -14,7 +14,9 @@ from longshore.errors import LongshoreError
 from longshore.sharding.waiting import finish, gather_from_all, gather_objects, timeout_of
 
 
-def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
+def twin_of(
+    group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None, doing: str = ""
+) -> Any:
     """Make a process group of the same ranks for one thread alone; all ranks of the default group have to call this
     function, those of another group for theirs.
 
@@ -26,13 +28,14 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
         device: device of the tensors.
         backend: a backend other than the group's.
         ranks: only these of the group's ranks.
+        doing: what this rank does, for messages.
     """
     group = dist.group.WORLD if group is None else group
     ranks = sorted(dist.get_process_group_ranks(group) if ranks is None else ranks)
     # torch's new_group() does not say which rank it waits for, so all are there before it is called, also where their
     # groups differ: without the others (use_local_synchronization=True) torch names a group by its ranks and by how
     # many groups there are; after one was destroyed, the next has its name, and finds its addresses in the store.
-    parts = sorted({tuple(each): each for each in gather_from_all("making process groups", ranks)}.values())
+    parts = sorted({tuple(each): each for each in gather_from_all("making process groups", ranks, doing)}.values())
     timeout = timeout_of(group, device)
     made = [dist.new_group(part, timeout=timeout, backend=backend) for part in parts]
     mine: Any = made[parts.index(ranks)]

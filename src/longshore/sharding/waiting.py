@@ -17,11 +17,19 @@ from torch import Tensor
 from longshore.errors import LongshoreError, RankError
 from longshore.sharding.presence import ADVICE, presence, words
 from longshore.sharding.unfinished import let_go, wait_for
+from longshore.tiles import debugging
 
 T = TypeVar("T")
 
 _POLL_S = 0.0005
 _DEFAULT_TIMEOUT_S = 1800.0
+_NOTICE_S = 30.0
+_NOTICE_DEBUGGING_S = 1.0
+
+
+def notice_s() -> float:
+    """Return how long a rank waits for the others before it logs a warning."""
+    return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
 
 
 def _ranks_of(group: Any) -> Sequence[int]:
@@ -117,12 +125,12 @@ def gather_objects(value: T, group: Any, advice: str = ADVICE) -> list[T]:
     return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def gather_from_all(what: str, value: T) -> list[T]:
+def gather_from_all(what: str, value: T, doing: str = "") -> list[T]:
     """Return the value of each rank of the default process group; see :meth:`Presence.gather`."""
     here = presence()
     if here is None:
         return [value]
-    return here.gather(what, value, _patience_s())
+    return here.gather(what, value, _patience_s(), notice_s(), doing)
 
 
 def _patience_s() -> float:
