@@ -29,6 +29,7 @@ REFUSALS = {
     "raw backward without the loss scale": r"gradients came from loss.backward\(\) without the loss scale",
     "wrong configuration": r"^the file is refused: ",
     "AdamW's group of Muon with momentum": r"has been given a momentum, which AdamW does not read",
+    "a matrix in another kind of Muon's groups": r"was laid out as .*, and its group makes it",
     # Of streamed models: docs/streaming.md, "What is refused".
     "autocast of a streamed model": r"^autocast keeps its casts of parameters",
     "copied while streamed": r"is streamed, and a copy would stream the parameters of this one",
