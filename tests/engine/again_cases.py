@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from freed import without_collector
 from support import PlainLoop, whole
 from torch import Tensor, nn
 
@@ -16,17 +14,6 @@ import longshore
 from engine.failure_cases import raised_by
 
 OPTIONS: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.05}
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """What is in a cycle stays, as it may in a notebook."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def make() -> nn.Sequential:
@@ -84,7 +71,7 @@ def train(engine: Any, plain: Plain, steps: range, raw: bool = False) -> None:
 def cell_run_again(stage: int) -> None:
     """The same names again, as a notebook's cell has them: the former engine goes when the new one is there."""
     model, plain = make(), Plain()
-    with without_collector():
+    with without_collector():  # what is in a cycle stays, as it may in a notebook
         for turn in range(3):
             engine = engine_for(model, stage)
             plain.new()

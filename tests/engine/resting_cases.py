@@ -104,6 +104,18 @@ def handled(place: str, dtype: str) -> None:
     run.engine.destroy()
 
 
+def resting(model: torch.nn.Module, blocks: str) -> Any:
+    """An engine whose parameters rest on the host, and are copied to the device with each module of a class."""
+    config = longshore.Config(
+        stage=3,
+        offload_device="cpu",
+        param_device="cpu",
+        optimizer={"type": "SGD", "lr": 0.5},
+        wrap_policy=[blocks],
+    )
+    return longshore.initialize(model=model, config=config).engine
+
+
 def written_after_forward(seed: int, kernel_us: int, copy_us: int, frozen: bool) -> None:
     """A parameter is written right after a forward without gradients, or after a backward, whose copies of it to the
     device are late; ``frozen``: nothing comes to the host after the last of them."""
@@ -111,14 +123,7 @@ def written_after_forward(seed: int, kernel_us: int, copy_us: int, frozen: bool)
     for parameter in model[:3].parameters() if frozen else ():
         parameter.requires_grad_(False)
     twin = copy.deepcopy(model)
-    config = longshore.Config(
-        stage=3,
-        offload_device="cpu",
-        param_device="cpu",
-        optimizer={"type": "SGD", "lr": 0.5},
-        wrap_policy=["Linear"],
-    )
-    engine = longshore.initialize(model=model, config=config).engine
+    engine = resting(model, "Linear")
     twin.to(engine.device)
     x = torch.linspace(-1, 1, 24).view(3, 8)
     found = []
@@ -179,14 +184,7 @@ def habits(how: str) -> None:
     """What scripts do with a model whose parameters rest on the host, beside the same model in plain PyTorch."""
     model = Habits()
     twin = copy.deepcopy(model)
-    config = longshore.Config(
-        stage=3,
-        offload_device="cpu",
-        param_device="cpu",
-        optimizer={"type": "SGD", "lr": 0.5},
-        wrap_policy=["SameTwice"],
-    )
-    engine = longshore.initialize(model=model, config=config).engine
+    engine = resting(model, "SameTwice")
     twin.to(engine.device)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5, foreach=False)
     former = SameTwice.forward

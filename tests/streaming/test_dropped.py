@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from freed import without_collector
 from on_device import device_type
 from torch import Tensor, nn
 
@@ -21,12 +21,8 @@ WIDTH = 64
 
 @pytest.fixture(autouse=True)
 def _without_the_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         yield
-    finally:
-        gc.enable()
 
 
 class Block(nn.Module):
