@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from freed import private_bytes, without_collector
+from freed import private_bytes, steps_break_half_way, without_collector
 from torch import nn
 
 import longshore
@@ -53,4 +54,20 @@ def destroyed(stage: int) -> int:
         train(engine)
         assert private_bytes() - before >= 2 * SIDE * SIDE
         engine.destroy()
+        return private_bytes() - before
+
+
+def broke_half_way(stage: int) -> int:
+    """The bytes that stay of an engine that is gone, and whose last step broke half way."""
+    with without_collector():
+        before = private_bytes()
+        engine = start(stage=stage)
+        train(engine)
+        with steps_break_half_way(), pytest.raises(RuntimeError, match="no more"):
+            train(engine)
+        for _ in range(2):
+            with pytest.raises(longshore.BrokenStateError, match="an earlier step failed half way"):
+                train(engine)
+        assert private_bytes() > before
+        del engine
         return private_bytes() - before

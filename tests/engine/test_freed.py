@@ -140,3 +140,14 @@ def test_after_destroy_state_is_gone_and_every_call_says_so(stage: int, tmp_path
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(freed_cases.destroyed, stage) == [0, 0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_whose_step_broke_half_way(stage: int) -> None:
+    assert freed_cases.broke_half_way(stage) == 0
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(freed_cases.broke_half_way, stage) == [0, 0]

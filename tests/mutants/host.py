@@ -469,7 +469,7 @@ MUTANTS = [
     Mutant(
         "after a failure half way training goes on",
         "tiles/store.py",
-        "                self.broken = failure\n",
+        "                self.broken = Breakage.by(failure)\n",
         "                pass\n",
         (STORE,),
     ),

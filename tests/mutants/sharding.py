@@ -384,8 +384,8 @@ MUTANTS = [
     Mutant(
         "no step before the boundary says that a backward failed",
         "engine/window.py",
-        "        if self.failed is not None:\n            raise self.failed\n",
-        "",
+        "        if self.failed is not None:\n            raise copy.copy(self.failed)",
+        "        if False:\n            raise copy.copy(self.failed)",
         ("tests/engine/test_failures.py::test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward",),
     ),
     Mutant(

@@ -7,14 +7,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from freed import private_bytes, without_collector
+from freed import private_bytes, steps_break_half_way, without_collector
 from torch import nn
 
 import longshore
 from longshore import Offload, SimulatedTransfer
+from longshore.tiles import TileStore
 
 SIDE = 768
 """Of a matrix whose states are whole huge pages, in each format."""
@@ -144,6 +146,36 @@ def broke_off(model: nn.Module, optimizer: Any, folder: Path) -> None:
     train(model, optimizer)
 
 
+def left_failed(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """The window is neither discarded nor stepped."""
+    optimizer.zero_grad()
+    hook = next(model.parameters()).register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer)
+    hook.remove()
+
+
+def broke_half_way(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    with steps_break_half_way(), pytest.raises(RuntimeError, match="no more"):
+        train(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(longshore.BrokenStateError, match=r"half way.*\(RuntimeError: no more\); load"):
+            optimizer.step()
+
+
+def loaded_half_way(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    longshore.save(folder, model, optimizer, "t")
+
+    def fails(*_: Any) -> None:
+        raise OSError("no more")
+
+    cut = mock.patch("longshore.checkpoint.boxes.BoxReader._read", fails)
+    with cut, pytest.raises(longshore.CheckpointError, match="no more"):
+        longshore.load(folder, model, optimizer)
+    with pytest.raises(longshore.BrokenStateError, match="in part only"):
+        optimizer.step()
+
+
 def grown(model: nn.Module, optimizer: Any, folder: Path) -> None:
     added = nn.Parameter(torch.ones(SIDE, SIDE))
     optimizer.add_param_group({"params": [added]})
@@ -157,7 +189,22 @@ def copied(model: nn.Module, optimizer: Any, folder: Path) -> None:
     copy.deepcopy(optimizer).step()
 
 
-USES = [closed, state_read, saved, scheduled, clipped, traced, refused, broke_off, grown, copied]
+def not_taken(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """A gradient does not reach the host, and the window is left so."""
+    optimizer.zero_grad()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no way")
+
+    with mock.patch.object(TileStore, "arrive", fails):
+        model(torch.ones(1, SIDE)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(longshore.GradientError, match=r"parameter .*: RuntimeError: no way"):
+            optimizer.step()
+
+
+USES = [closed, state_read, saved, scheduled, clipped, traced, refused, broke_off, left_failed, broke_half_way]
+USES += [loaded_half_way, grown, copied, not_taken]
 
 
 @pytest.mark.medium
@@ -166,6 +213,8 @@ USES = [closed, state_read, saved, scheduled, clipped, traced, refused, broke_of
 def test_whatever_was_done_with_it(use: Callable[[nn.Module, Any, Path], None], release: bool, tmp_path: Path) -> None:
     if release and use in (refused, copied):
         pytest.skip("the gradient has left")
+    if not release and use is not_taken:
+        pytest.skip("the gradient stays")
     with without_collector():
         model, before = network(), private_bytes()
         optimizer = longshore.AdamW(model.parameters(), release_gradients=release)
@@ -173,6 +222,7 @@ def test_whatever_was_done_with_it(use: Callable[[nn.Module, Any, Path], None], 
         use(model, optimizer, tmp_path)
         assert private_bytes() > before
         del optimizer
+        model.zero_grad()
         assert private_bytes() == before
 
 

@@ -28,7 +28,7 @@ from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import as_parameter, clear_state, merged_group
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.tiles import MASTER, StateSnapshot
+from longshore.tiles import MASTER, Breakage, StateSnapshot
 
 OPTIMIZER = "optimizer"
 """First part of the names of the optimizer's arrays in a checkpoint, and its key among the shared values."""
@@ -250,7 +250,7 @@ class OptimizerState:
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
-        self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
+        self._store.broken = Breakage(f"{type(failure).__name__}: {failure}", loading=True)
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """Allocate the state, and return the boxes that this process loads; arguments as in :meth:`differences`."""

@@ -145,12 +145,10 @@ class Engine(EngineAttributes):
                 f"a backward of this window failed ({type(error).__name__}: {error}); "
                 "call engine.zero_grad() to discard the window and go on"
             )
-            failure.__cause__ = error
             raise
         finally:
             optimizer._core.store.end_backward(failure)
             window.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
-            del failure  # its cause has a traceback with this frame: a cycle
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -194,7 +195,7 @@ class Window:
             GradientError: these have no loss scale; or a backward of this window failed.
         """
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)  # the traceback of what is raised has this frame: a cycle
         due = self._counted(raw, others)
         if due and raw and not self.scaled and loss_scale != 1.0:
             raise GradientError(

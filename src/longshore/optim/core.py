@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import CheckpointError
 from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
@@ -31,7 +30,7 @@ from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
-from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
+from longshore.tiles import Breakage, Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
 
 class OptimizerCore:
@@ -281,9 +280,8 @@ class OptimizerCore:
                 whole = True
         except BaseException as failure:
             if not whole:
-                self.store.broken = CheckpointError(
-                    f"load_state_dict ended half way: {type(failure).__name__} {failure}"
-                )
+                why = f"load_state_dict ended half way: {type(failure).__name__} {failure}"
+                self.store.broken = Breakage(why, loading=True)
             raise
 
     # -- the step -------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence, Set
 
@@ -304,16 +305,26 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
         if not alive.gave_up(index):
             hook(alive, index)
     except BaseException as failure:
-        own = isinstance(failure, LongshoreError)
-        reason = failure if own else f"parameter {alive.records[index].name}: {type(failure).__name__}: {failure}"
-        error = GradientError(
-            f"a gradient was not taken during backward: {reason} "
-            "(zero_grad() discards this window, and training can go on)"
-        )
-        error.__cause__ = failure
-        alive.store.fail(error)
+        _fail(alive, index, failure)
         if not isinstance(failure, Exception):
             raise  # Ctrl-C ends the backward, and the window is incomplete
+
+
+class _Failed(Exception):
+    """A failure in a hook with its traceback, as text: frames would keep the store that keeps the error."""
+
+
+def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None:
+    """End the window of a gradient that was not taken."""
+    if source.store.broken is not None:
+        return  # step() says that, and what to do
+    own = isinstance(failure, LongshoreError)
+    reason = failure if own else f"parameter {source.records[index].name}: {type(failure).__name__}: {failure}"
+    error = GradientError(
+        f"a gradient was not taken during backward: {reason} (zero_grad() discards this window, and training can go on)"
+    )
+    error.__cause__ = _Failed("".join(traceback.format_exception(failure)))
+    source.store.fail(error)
 
 
 def released_gradient(parameter: Tensor) -> Tensor | None:

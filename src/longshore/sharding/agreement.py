@@ -191,8 +191,11 @@ class Agreement:
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
         """Raise if any rank failed: this rank's own ``failure``, or an error of ``kind`` that names the ranks."""
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback has this frame: a cycle
         others = ", ".join(str(other) for other in self.failed if other != rank)
         if others and kind is BrokenStateError:
             raise kind(

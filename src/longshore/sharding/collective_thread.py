@@ -143,10 +143,13 @@ class CollectiveThread:
         failure = self._worker.drain()
         if failure is None:
             return
-        if failure is self._dead:
-            # Each caller gets an error of its own: raised again and again, the same one would collect tracebacks.
-            raise RankError(str(failure)) from failure.__cause__
-        raise failure
+        try:
+            if failure is self._dead:
+                # Each caller gets an error of its own: raised again and again, the same one would collect tracebacks.
+                raise RankError(str(failure)) from failure.__cause__
+            raise failure
+        finally:
+            del failure  # its traceback has this frame: a cycle, with the store in it
 
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` after all others and return its result; if one of them failed, raise its error instead."""

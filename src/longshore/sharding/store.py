@@ -20,6 +20,7 @@ from longshore.sharding.ownership import OwnedForecast, Ownership
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
 from longshore.tiles import (
+    Breakage,
     Forecast,
     Matrix,
     MatrixRange,
@@ -43,7 +44,7 @@ class ShardedStore(ParameterStore):
 
     def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self._local = local
-        self.broken: BaseException | None = None
+        self.broken: Breakage | None = None
         self.recorders: tuple[Recorder, ...] = ()
         self.ownership = ownership
         self.transfer, self.collectives = local.transfer, ownership.collectives
@@ -252,7 +253,7 @@ class ShardedStore(ParameterStore):
         try:
             self._meet(Action.COMMIT, verdict_number(steps, scale))
         except KeyboardInterrupt as error:  # the others may step
-            self.broken = error
+            self.broken = Breakage.by(error)
             raise
         own = {
             each.index: ParameterStep(step.rule, step.target[self.ownership.place(each)], None)
@@ -283,8 +284,10 @@ class ShardedStore(ParameterStore):
             self.collectives.run(publish)
             then()
         except BaseException as error:
-            self.broken = failure or error
+            self.broken = Breakage.by(failure or error)
             raise
+        finally:
+            failure = None  # its traceback has this frame: a cycle, with the store in it
         self.window.stepped()
         self._gradients.begin()
 

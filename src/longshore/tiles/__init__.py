@@ -8,7 +8,7 @@ from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, M
 from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
 from longshore.tiles.tile import TileState
 from longshore.tiles.worker import Worker
@@ -20,6 +20,7 @@ __all__ = [
     "NO_RECORDER",
     "Backend",
     "BackendSettings",
+    "Breakage",
     "Forecast",
     "LocalExchange",
     "Matrix",

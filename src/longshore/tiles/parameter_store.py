@@ -17,7 +17,7 @@ from torch import Tensor
 from longshore.kernels import Coding, Scale
 from longshore.layout import MatrixLayout
 from longshore.tiles.events import Recorder
-from longshore.tiles.steps import Forecast, OwnedRange, ParameterStep
+from longshore.tiles.steps import Breakage, Forecast, OwnedRange, ParameterStep
 from longshore.tiles.store import TileStore
 
 
@@ -25,12 +25,12 @@ class ParameterStore(Protocol):
     """Optimizer state and gradients by parameter.
 
     Attributes:
-        broken: the failure of a commit, or of the loading of a checkpoint, that ended half way; nothing is stepped
+        broken: why a commit, or of the loading of a checkpoint, ended half way; nothing is stepped
             until a whole state is loaded.
         recorders: recorders that receive the events of the tiles.
     """
 
-    broken: BaseException | None
+    broken: Breakage | None
     recorders: tuple[Recorder, ...]
 
     @property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, CheckpointError
+from longshore.errors import BrokenStateError
 from longshore.kernels import HostRule, Scale
 from longshore.layout import DimRange
 
@@ -19,18 +19,30 @@ GRADIENT = "gradient"
 """Name of the window's gradient of a parameter where the arrays of its state are read and written by name."""
 
 
-def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
-    """Return the error of a store whose last commit, or loading of a checkpoint, ended half way with ``failure``."""
-    said = (
+class Breakage(NamedTuple):
+    """Why a state is broken, in words. The error itself would keep the store, with all its memory: its traceback refers
+    to frames in which the store is a local variable."""
+
+    reason: str
+    loading: bool = False
+    """Whether a checkpoint was being loaded, and not stepped."""
+
+    @classmethod
+    def by(cls, failure: BaseException) -> Breakage:
+        """Return what is kept of the error of a step that ended half way."""
+        return cls(f"{type(failure).__name__}: {failure}")
+
+
+def broken_state_error(breakage: Breakage, where: str = "", on: str = "") -> BrokenStateError:
+    """Return the error of a store whose last commit, or loading of a checkpoint, ended half way."""
+    if breakage.loading:
+        return BrokenStateError(
+            f"a checkpoint was loaded in part only ({breakage.reason}); load a whole one{on} before going on"
+        )
+    return BrokenStateError(
         f"an earlier step failed half way{where}, so some weights were stepped and others were not "
-        f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
-        f"(load_state_dict){on} before going on"
+        f"({breakage.reason}); load the model's weights and the optimizer's state (load_state_dict){on} before going on"
     )
-    if isinstance(failure, CheckpointError):
-        said = f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
-    error = BrokenStateError(said)
-    error.__cause__ = failure
-    return error
 
 
 class ParameterStep(NamedTuple):

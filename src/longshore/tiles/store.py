@@ -6,6 +6,7 @@ The store knows parameters by index, as flat tensors; its caller knows groups, n
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import threading
@@ -22,7 +23,7 @@ from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NORM, Recorder
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.tile import Tile, TileEvent, TileState
 
 
@@ -42,7 +43,7 @@ class TileStore(Backends):
     ) -> None:
         super().__init__(settings, gradient_dtype, on_device, ratio, values_of)
         # Changes when a commit, or the loading of a checkpoint, ends half way.
-        self.broken: BaseException | None = None
+        self.broken: Breakage | None = None
         self._released = False
         self._owner_pid = os.getpid()
         # Change with each window. Several autograd threads may bring gradients of one tile.
@@ -121,6 +122,7 @@ class TileStore(Backends):
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
+        self.check_usable()
         self._check_complete()
         try:
             if failure is not None:
@@ -142,7 +144,8 @@ class TileStore(Backends):
         if self._failure is None:
             return
         if isinstance(self._failure, GradientError):
-            raise self._failure
+            # A copy: the traceback of what is raised has this frame, a cycle.
+            raise copy.copy(self._failure) from self._failure.__cause__
         raise GradientError(
             f"a gradient could not be added on the host ({self._failure}); zero_grad() discards this window, and "
             "training can go on"
@@ -215,7 +218,7 @@ class TileStore(Backends):
         except BaseException as failure:  # Ctrl-C, too
             stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
             if stepped or any(tile.state in stepping for tile in self.tiles):
-                self.broken = failure
+                self.broken = Breakage.by(failure)
                 for backend in self.backends:  # copies have to end before the user loads new weights on the device
                     with contextlib.suppress(Exception):
                         backend.transfer.end_publish()
