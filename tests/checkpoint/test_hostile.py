@@ -473,6 +473,13 @@ NO_JSON = [
 ]
 
 
+@pytest.mark.parametrize("sign", [b"", b"-"])
+def test_an_integer_of_many_digits_is_told_by_its_length(sign: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'{"a": ' + sign + b"9" * 5000 + b"}")
+    with pytest.raises(CheckpointError, match=r"\(-?9*\.\.\. is an integer of 5000 digits\)"):
+        read_json(tmp_path / "x.json")
+
+
 @pytest.mark.parametrize("text", NO_JSON, ids=map(str, range(len(NO_JSON))))
 def test_no_json(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(text)

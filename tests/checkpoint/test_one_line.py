@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,35 @@ def test_an_engine_goes_on_from_it(dtype: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, keep_last=1)
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["global_step4"]
     engine.destroy()
+
+
+CASTS: dict[torch.dtype, str] = {
+    torch.bfloat16: r"to go on in torch\.bfloat16, cast the model \(model\.bfloat16\(\)\) .* or set bf16\.enabled",
+    torch.float16: r"to go on in torch\.float16, cast the model \(model\.half\(\)\) before .* or set fp16\.enabled",
+    torch.float32: r"to go on in torch\.float32, leave bf16 and fp16 out of the engine's configuration, and the model",
+}
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+@pytest.mark.parametrize("saved, here", [*itertools.permutations(CASTS, 2)])
+def test_weights_of_another_dtype_say_how_to_go_on(
+    saved: torch.dtype, here: torch.dtype, by_engine: bool, tmp_path: Path
+) -> None:
+    model, optimizer = cases.make(release_gradients=True)
+    model.to(saved)
+    longshore.save(tmp_path, model, optimizer)
+    other, second = cases.make(seed=1, release_gradients=True)
+    other.to(here)
+    if by_engine:
+        config: Any = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "AdamW"}}
+        engine = longshore.initialize(model=other, config=config).engine
+    with pytest.raises(
+        CheckpointError, match=rf"is {saved} in the checkpoint and {here} here[^%]*{CASTS[saved]}"
+    ) as told:
+        engine.load_checkpoint(tmp_path) if by_engine else longshore.load(tmp_path, other, second)
+    assert str(told.value).count("to go on in") == 1
+    if by_engine:
+        engine.destroy()
 
 
 def test_an_engine_loads_its_weights_alone(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,51 @@ def test_a_run_that_goes_on_profiles_that_step_of_the_run(tmp_path: Path) -> Non
             engine.destroy()
     assert said.getvalue().count("flops_profiler, step 3 -") == 1
     assert "samples/s" not in said.getvalue(), "the samples before are not known"
+
+
+NOTHING = "flops_profiler printed nothing: profile_step 5 means step 6, and this run made steps {} to {}; set"
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("how", ["destroyed", "dropped", "began later"])
+def test_a_step_that_is_never_reached_is_told_at_the_end(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = longshore.initialize(
+        model=Model(), config=config_with({"profile_step": 5}, gradient_accumulation_steps=1)
+    ).engine
+    if how == "began later":
+        engine.global_steps = 100
+    for _ in range(3):
+        engine.backward(engine(torch.ones(ROWS, WIDTH)).sum())
+        engine.step()
+    assert not caplog.records
+    if how == "dropped":
+        del engine
+    else:
+        engine.destroy()
+        engine.destroy()
+    (told,) = [each.message for each in caplog.records if "flops_profiler" in each.message]
+    first, last = (101, 103) if how == "began later" else (1, 3)
+    assert told.startswith(NOTHING.format(first, last)) and told.endswith(f"from {first - 1} to {last - 1}")
+
+
+def test_it_is_told_at_the_end_of_a_program() -> None:
+    code = (
+        "import torch, longshore\n"
+        "optimizer = {'type': 'SGD', 'params': {'lr': 1}}\n"
+        "config = {'train_batch_size': 1, 'optimizer': optimizer, 'flops_profiler': {'enabled': True}}\n"
+        "engine = longshore.initialize(model=torch.nn.Linear(1, 1), config=config).engine\n"
+        "engine.backward(engine(torch.ones(1, 1)).sum())\n"
+        "engine.step()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "profile_step 1 means step 2, and this run made steps 1 to 1" in ran.stderr
+
+
+def test_engines_that_made_no_step_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    longshore.initialize(model=Model(), config=config_with({"profile_step": 5})).engine.destroy()
+    assert not caplog.records
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,8 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _MOST_JSON_BYTES = 1 << 31
 """Largest JSON file. A larger file is sparse, and would fill the memory before parsing shows that it is not JSON."""
+_MOST_DIGITS = 1000
+"""Digits of the largest integer that is read. Python reads 4300, and what it says of others is for programmers."""
 _CHUNK_BYTES = 1 << 24
 """Bytes written and hashed at a time, so that hashing finds them in the cache."""
 _BLOCK_BYTES = 1 << 12
@@ -103,7 +105,9 @@ def read_json(path: Path) -> Any:
     except MemoryError as error:
         raise CheckpointError(f"{path} is larger than this process's memory") from error
     try:
-        return json.loads(text.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
+        return json.loads(
+            text.decode(), object_pairs_hook=_object, parse_int=_integer, parse_float=_finite, parse_constant=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
 
@@ -114,6 +118,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("an object has two entries of one name")
     return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"{text[:20]}... is an integer of {len(text.lstrip('-'))} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -40,6 +40,23 @@ CLIENT_STATE = "client_state"
 _SHOWN = 20
 
 
+def _saved_as(dtype: torch.dtype) -> str:
+    return f"is {dtype} in the checkpoint and "
+
+
+_CASTS = {
+    _saved_as(dtype): f"to go on in {dtype}, {how}"
+    for dtype, how in {
+        torch.bfloat16: "cast the model (model.bfloat16()) before its optimizer is made, or before initialize(); or "
+        "set bf16.enabled in the engine's configuration",
+        torch.float16: "cast the model (model.half()) before its optimizer is made, or before initialize(); or "
+        "set fp16.enabled in the engine's configuration",
+        torch.float32: "leave bf16 and fp16 out of the engine's configuration, and the model uncast (model.float())",
+    }.items()
+}
+"""What to do about weights that were saved in another dtype than they have here, by the words that say so."""
+
+
 def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | None:
     """Find and verify the checkpoint to load. All ranks of ``group`` have to call it; each verifies some of the files.
 
@@ -323,7 +340,7 @@ class TrainingState:
                     differences.append(f"{name} is {list(shape)} in the checkpoint and {list(tensor.shape)} here")
                     continue
                 if dtype != tensor.dtype:
-                    differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
+                    differences.append(f"{name} {_saved_as(dtype)}{tensor.dtype} here")
                 sources[name] = source
         known = {*sources.values(), *there.values(), *(about["aliases"].get(each) for each in there.values())}
         differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
@@ -349,6 +366,7 @@ class TrainingState:
         lines = [f"  {line}" for line in sorted(differences)[:_SHOWN]]
         if len(differences) > _SHOWN:
             lines.append(f"  and {len(differences) - _SHOWN} more")
+        lines += [f"  {how}" for found, how in _CASTS.items() if any(found in line for line in differences)]
         said = "\n".join(lines)
         if strict:
             raise CheckpointError(

@@ -52,6 +52,8 @@ class Resumable(Protocol):
     @property
     def in_window(self) -> bool: ...
 
+    def _check_alive(self) -> None: ...
+
 
 class Saving:
     """What stays of an engine's checkpoints from one call to the next; ``window`` is its accumulation window."""
@@ -163,11 +165,18 @@ class Checkpoints:
         self._background.wait()
 
     def _check_no_window(self, why: str) -> None:
-        if self._engine.in_window:
+        if not self._engine.in_window:
+            return
+        if self._engine.optimizer._core.source.superseded:
             raise CheckpointError(
-                f"{why.format('those of the window under way')} right after a step() that was applied, or discard the "
-                "window with zero_grad()"
+                f"{why.format('those of the window under way')} with the engine that a later initialize() made for "
+                "this model, which steps it now; to go on with this one, call destroy() of that engine and zero_grad() "
+                "of this one"
             )
+        raise CheckpointError(
+            f"{why.format('those of the window under way')} right after a step() that was applied, or discard the "
+            "window with zero_grad()"
+        )
 
     def _state(self, run: str) -> dict[str, Any]:
         engine, sharded = self._engine, sharded_store(self._engine.optimizer)
@@ -230,7 +239,10 @@ class Checkpoints:
     def _load(
         self, root: Path, tag: str | None, selection: Selection, scheduler: bool, module_only: bool
     ) -> tuple[Path, dict[str, Any]]:
-        engine, group = self._engine, self._met(loading=True)
+        engine = self._engine
+        if selection.optimizer:
+            engine._check_alive()
+        group = self._met(loading=True)
         self._check_same(group, "load_dir", str(root))
         self._check_same(group, "tag", tag)
         # If a step failed half way, perhaps on this rank alone, its window is lost in any case.

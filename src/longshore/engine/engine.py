@@ -383,6 +383,7 @@ class Engine(EngineAttributes):
             if self._reports is not None:
                 self._reports.close()
             self.optimizer._core.source.consumed()  # the parameters' .grad, too
+            self._window.begin()
             self.optimizer.close()
             self.optimizer._core.store.local.release()
             if self._stream is not None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ class FlopsProfiler:
     def __init__(self, config: FlopsProfilerConfig, model: nn.Module) -> None:
         self._config = config
         self._model = model
+        self._steps = _Steps(config.profile_step)
+        self.close = weakref.finalize(self, self._steps.say_if_not_profiled)  # at the end of the process at the latest
         # These are of the window under way.
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
@@ -46,6 +49,11 @@ class FlopsProfiler:
     def profiles(self, steps: int) -> bool:
         """Return whether the step that follows ``steps`` others is the one to measure."""
         return steps == self._config.profile_step
+
+    def stepped(self, number: int) -> None:
+        """Count the step of this number, whether it was measured or not."""
+        self._steps.made.append(number)
+        del self._steps.made[1:-1]
 
     @contextlib.contextmanager
     def measuring(self, part: str, wait: Callable[[], None]) -> Iterator[None]:
@@ -75,6 +83,7 @@ class FlopsProfiler:
         """Print or write the profile of the step of this number, in which all ranks had ``samples``."""
         text = "\n".join((*self._summary(number, samples), *self._by_depth(), *self._detailed(), "-" * 79))
         self.discard()
+        self._steps.profiled = True
         if self._config.output_file is None:
             print(text, flush=True)
             return
@@ -140,6 +149,26 @@ class FlopsProfiler:
             shares = [(_numel(module), numel), *([(self._forward_flops(name, module), flops)] if flops else [])]
             parts = [f"{_short(count)} ({count / max(whole, 1):.1%})" for count, whole in shares]
             yield f"{'  ' * depth}{f'({last}) ' if last else ''}{_kind(module)}: {', '.join(parts)}"
+
+
+class _Steps:
+    """The steps of a run, to say at its end if the one to profile was not among them."""
+
+    def __init__(self, wanted: int) -> None:
+        self.profiled = False
+        self.made: list[int] = []
+        """Number of the first step, and of the last."""
+        self._wanted = wanted
+
+    def say_if_not_profiled(self) -> None:
+        if self.profiled or not self.made:
+            return
+        first, last = self.made[0], self.made[-1]
+        _log.warning(
+            "flops_profiler printed nothing: profile_step %s means step %s, and this run made steps %s to %s; set "
+            "flops_profiler.profile_step to a number from %s to %s",
+            *(self._wanted, self._wanted + 1, first, last, first - 1, last - 1),
+        )
 
 
 def _kind(module: nn.Module) -> str:

@@ -133,6 +133,8 @@ class Reports:
             self._print(figures, self._every)
         before, self._samples = self._samples if figures.number == 1 or self._begun else None, figures.samples
         self._begun = True
+        if self._profiler is not None:
+            self._profiler.stepped(figures.number)
         if self._profiler is not None and self._profiler.profiles(figures.number - 1):
             self._profiler.report(figures.number, None if before is None else figures.samples - before)
         values = self._values(figures) if self._writers else {}
@@ -179,6 +181,8 @@ class Reports:
 
     def close(self) -> None:
         """Close the writers' files."""
+        if self._profiler is not None:
+            self._profiler.close()
         writers, self._writers = self._writers, {}
         for name, writer in writers.items():
             try:

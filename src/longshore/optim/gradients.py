@@ -16,6 +16,7 @@ from longshore.errors import GradientError
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable
 from longshore.optim.released import (
+    elsewhere,
     is_released,
     put_gradient,
 )
@@ -92,6 +93,11 @@ class GradientSource(ABC):
         """Return whether a newer source has this parameter, so that its ``.grad`` is not this one's any more."""
         return False
 
+    @property
+    def superseded(self) -> bool:
+        """Whether a newer source has a parameter of this one."""
+        return any(self.gave_up(index) for index in self.records)
+
     def fingerprint(self) -> Fingerprint:
         """Return the gradients of this window as they are now.
 
@@ -139,11 +145,12 @@ class KeptGradients(GradientSource):
 
     def collect(self) -> dict[int, Tensor | None]:
         members = self.members()
-        found: dict[int, Tensor | None] = {
-            index: self.found(record, gradient)
-            for index, record in self.records.items()
-            if index in members and (gradient := record.parameter.grad) is not None
-        }
+        found: dict[int, Tensor | None] = {}
+        for index, record in self.records.items():
+            if index in members and (gradient := record.parameter.grad) is not None:
+                if is_released(gradient):
+                    raise elsewhere(record)
+                found[index] = self.found(record, gradient)
         if thawed := [self.records[index] for index in found if index not in self.store]:
             self.watch(thawed)
         return found

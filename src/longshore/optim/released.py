@@ -157,6 +157,12 @@ class ReleasedShard(ReleasedGradient):
 def _moved(args: Any, asking: str) -> LongshoreError:
     placeholders = (leaf for leaf in tree_leaves(args) if isinstance(leaf, ReleasedGradient))
     name = next((f"parameter {each.parameter_name}" for each in placeholders), "a parameter")
+    if (stepping := _stepping()) is not None:
+        kind = type(stepping)
+        return LongshoreError(
+            f"{name}: its gradient is on the host, where an engine, or an optimizer with release_gradients=True, steps "
+            f"it, and {kind.__module__}.{kind.__qualname__}, which steps now, has the same parameter; {_KEEP_ONE}"
+        )
     return LongshoreError(
         f"{name}: its gradient is on the host (as under every engine, and with release_gradients=True), and {asking} "
         "asked for it. With an engine, set gradient_clipping in its configuration, call engine.get_global_grad_norm(), "
@@ -166,6 +172,23 @@ def _moved(args: Any, asking: str) -> LongshoreError:
         ".grad itself is read or edited, and for a GradScaler. To discard gradients, set them to None "
         "(zero_grad(set_to_none=True))"
     )
+
+
+_KEEP_ONE = (
+    "one of the two has to step it: call step() of the other alone, or end the other (destroy() of an engine, close() "
+    "of an optimizer), call zero_grad(), and go on with this one"
+)
+
+
+def _stepping() -> torch.optim.Optimizer | None:
+    """Return the optimizer of torch, or of another library, whose ``step()`` asks for a gradient now."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer) and frame.f_code.co_name == "step":
+            return None if hasattr(owner, "_core") else owner
+        frame = frame.f_back
+    return None
 
 
 def is_released(gradient: Tensor | None) -> bool:
@@ -246,6 +269,15 @@ def foreign(record: ParameterRecord) -> GradientError:
         "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
         "optimizers, and it is lost with close() and where its parameter is out of its group at zero_grad() "
         "(zero_grad() discards this window, and training can go on)"
+    )
+
+
+def elsewhere(record: ParameterRecord) -> GradientError:
+    """Return the error for a gradient that an optimizer in default mode asks for, and that is on the host."""
+    return GradientError(
+        f"the gradient of parameter {record.name} is on the host: another engine, or optimizer with "
+        "release_gradients=True, has the same parameter and took it, and this optimizer, in the default mode, steps "
+        f"what is in .grad; {_KEEP_ONE}"
     )
 
 

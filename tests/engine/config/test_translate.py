@@ -484,6 +484,13 @@ def test_a_file_says_a_batch_size(numbers: dict[str, int]) -> None:
         load_config({"gradient_clipping": 1.0, **numbers})
 
 
+@pytest.mark.parametrize("value", [3.5, ["info"]])
+def test_what_the_key_log_may_be_is_said_once(value: Any) -> None:
+    file = {**json.loads(USERS_BLOCK), "log": value}
+    with pytest.raises(ConfigError, match=r"must be true or false, or a string, or a section \(an object\)$"):
+        load_config(file)
+
+
 @pytest.mark.parametrize("name", ["_comment", "__comment__", "comment", "//", "// stage", "#", "_read_the_docs"])
 def test_comments_are_read_over_where_deepspeed_reads_over_them(name: str) -> None:
     file = json.loads(USERS_BLOCK)

@@ -53,6 +53,21 @@ def _constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number in JSON; write a number or leave the key out")
 
 
+_MOST_DIGITS = 1000
+"""Digits of the largest integer that is read, 19 of which are legal. Python reads 4300; its error is about Python."""
+
+
+class _TooLong(ValueError):
+    """An integer that no key can have."""
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        digits = len(text.lstrip("-"))
+        raise _TooLong(f"{text[:20]}... is an integer of {digits} digits, and no key may be more than 2**63 - 1")
+    return int(text)
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, with a warning on rank 0 if it has comments, or commas before a closing
     bracket, which DeepSpeed reads over.
@@ -85,7 +100,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise refuse(f"cannot be read: {error}") from None
     plain, first = _without_comments(text)
     try:
-        data = json.loads(plain, object_pairs_hook=_object, parse_constant=_constant)
+        data = json.loads(plain, object_pairs_hook=_object, parse_int=_integer, parse_constant=_constant)
         repeated = [*_repeated(data, "")]
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
@@ -94,6 +109,8 @@ def read_file(path: Path) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise refuse("must be JSON of a sensible depth; it is nested too deeply") from None
+    except _TooLong as error:
+        raise refuse(f"cannot be read: {error}") from None
     except ValueError as error:
         raise refuse(f"must be JSON: {error}") from None
     if not isinstance(data, _Object):

@@ -383,6 +383,7 @@ def same(left: object, right: object) -> bool:
 
 BOOLEAN = Exactly(bool, "true or false")
 TEXT = Exactly(str, "a string")
+SECTION = Exactly(Mapping, "a section (an object)")
 AT_LEAST_0 = Number(0, whole=True)
 AT_LEAST_1 = Number(1, whole=True)
 _SIZES = Items(AT_LEAST_1)
