@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class Run:
 
     def __init__(self, kind: str, way: str | None, optimizer: Any = None) -> None:
         self.model = network()
-        self.optimizer: Any = optimizer or client(kind, self.model)
+        self.take_over(optimizer or client(kind, self.model), way)
+
+    def take_over(self, optimizer: Any, way: str | None) -> None:
+        self.optimizer: Any = optimizer
         self.engine: Any = None
         if way in ("default", "released"):
             self.optimizer = longshore.from_client(self.optimizer, release_gradients=way == "released")
@@ -117,3 +121,61 @@ def test_a_sum_that_was_set_for_a_frozen_parameter_counts() -> None:
         run.step(2)
         runs.append(run)
     check_same(*runs)
+
+
+LARGEST = torch.finfo(torch.float32).max
+SUMS = [0.0, 1e-45, 0.3, 1 / 3, 7, 1e30, LARGEST, math.inf]
+
+
+@pytest.mark.parametrize("first", SUMS)
+@pytest.mark.parametrize("way", [*WAYS, "ours", "ours, released"])
+def test_an_initial_sum_is_torchs(way: str, first: float, tmp_path: Path) -> None:
+    """Also that of a parameter that thaws after a checkpoint; of an optimizer that was torch's, or not."""
+    options: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": first}
+    mine, plain = Run.__new__(Run), Run.__new__(Run)
+    for run, how in ((mine, way), (plain, None)):
+        run.model = network()
+        if how is not None and how.startswith("ours"):
+            released = how.endswith("released")
+            ours: Any = longshore.Adagrad(run.model.parameters(), **options, release_gradients=released)
+            run.take_over(ours, None)
+        else:
+            run.take_over(torch.optim.Adagrad(run.model.parameters(), **options, fused=True), how)
+    for run in (mine, plain):
+        run.step(1)
+    check_same(mine, plain)
+    mine.save_and_load(tmp_path)
+    for run in (mine, plain):
+        run.step(1)
+        run.model[0].weight.requires_grad_(True)
+        run.step(2)
+    check_same(mine, plain)
+    moved = not torch.equal(mine.model[0].weight, network()[0].weight)
+    assert moved == (first < 1e20), "with a large sum no step is as large as a unit in the last place"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_that_were_set_for_parameters_count(way: str, tmp_path: Path) -> None:
+    """For one that is trained and one that thaws; one of them as if it were the initial sum of the other."""
+    runs = []
+    for each in (way, None):
+        model = network()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25, fused=True)
+        optimizer.state[model[0].weight]["sum"].fill_(5.0)
+        optimizer.state[model[1].weight]["sum"].zero_()
+        run = Run.__new__(Run)
+        run.model = model
+        run.take_over(optimizer, each)
+        run.step(1)
+        if each is not None:
+            run.save_and_load(tmp_path)
+        model[0].weight.requires_grad_(True)
+        run.step(2)
+        runs.append(run)
+    check_same(*runs)
+
+
+@pytest.mark.parametrize("first", [LARGEST * 1.0001, 1e300, -0.5, math.nan])
+def test_an_initial_sum_that_float32_cannot_hold_is_refused_by_name(first: float) -> None:
+    with pytest.raises(ValueError, match="initial_accumulator_value"):
+        longshore.Adagrad(network().parameters(), initial_accumulator_value=first)
