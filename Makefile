@@ -45,7 +45,7 @@ test-medium: $(SETUP) $(SIMULATED)
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)
 
-$(SIMULATED): $(SETUP) $(wildcard tests/simulated_device/native/*)
+$(SIMULATED): $(SETUP) tests/simulated_device/__main__.py $(wildcard tests/simulated_device/native/*)
 	PYTHONPATH=tests $(BIN)/python -m simulated_device
 
 test-slow: $(SETUP) $(SIMULATED)

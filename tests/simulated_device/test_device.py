@@ -6,7 +6,8 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,62 @@ def test_two_devices() -> None:
         here + torch.ones(4)
     with pytest.raises(RuntimeError, match="there is no device 2"):
         torch.ones(1, device="sim:2")
+
+
+_VALUES, _INDICES, _ROWS = torch.ones(4, 4), torch.tensor([0, 1]), torch.zeros(4, 1, dtype=torch.int64)
+_MASK, _ONE = torch.ones(4, 4, dtype=torch.bool), torch.tensor(1)
+_MIXED: dict[str, Callable[[Tensor], Any]] = {
+    "embedding": lambda x: nn.functional.embedding(_INDICES, x),
+    "embedding of one": lambda x: nn.functional.embedding(_ONE, x),
+    "embedding_bag": lambda x: nn.functional.embedding_bag(_INDICES, x, torch.tensor([0])),
+    "index_select": lambda x: x.index_select(0, _INDICES),
+    "index_fill": lambda x: x.index_fill(0, _INDICES, 1.0),
+    "index_fill at one": lambda x: x.index_fill(0, _ONE, 1.0),
+    "index_add": lambda x: x.index_add(0, _INDICES, x[:2]),
+    "index_put of values": lambda x: x.index_put((_INDICES,), _VALUES[:2]),
+    "index of a host's tensor": lambda x: _VALUES[_INDICES.to(DEVICE)],
+    "gather": lambda x: x.gather(1, _ROWS),
+    "scatter": lambda x: x.scatter(1, _ROWS, x),
+    "take": lambda x: x.take(_INDICES),
+    "where": lambda x: torch.where(_MASK, x, x),
+    "masked_fill": lambda x: x.masked_fill(_MASK, 0.0),
+    "masked_fill by one": lambda x: x.masked_fill(torch.tensor(True), 0.0),
+    "cat": lambda x: torch.cat([x, _VALUES]),
+    "stack of single elements": lambda x: torch.stack([x[0, 0], torch.tensor(1.0)]),
+    "mm": lambda x: x.mm(_VALUES),
+    "addmm of a single element": lambda x: torch.addmm(torch.tensor(1.0), x, x),
+    "linear's bias": lambda x: nn.functional.linear(x, x, _VALUES[0]),
+    "add": lambda x: x + _VALUES,
+    "add of one element with a dimension": lambda x: x + torch.ones(1),
+    "add to a host's element": lambda x: torch.tensor(1.0).add_(x[0, 0]),
+    "cross_entropy": lambda x: nn.functional.cross_entropy(x, torch.zeros(4, dtype=torch.int64)),
+    "out": lambda x: torch.add(x, x, out=torch.empty(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", _MIXED)
+def test_what_cuda_refuses_from_the_host_is_refused(name: str) -> None:
+    there = torch.ones(4, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"same device|indices should be either on cpu or on"):
+        _MIXED[name](there)
+
+
+def test_what_cuda_takes_from_the_host_is_taken() -> None:
+    there, host = torch.rand(4, 4, device=DEVICE), torch.tensor(2.0)
+    here = there.cpu()
+    taken: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x[_INDICES],
+        lambda x: x[_MASK],
+        lambda x: x.index_put((_INDICES,), host),
+        lambda x: x + host,
+        lambda x: host / x,
+        lambda x: x.maximum(host),
+        lambda x: torch.where(x > 0.5, x, host),
+        lambda x: x.masked_fill(x > 0.5, host),
+        lambda x: x.lerp(x + 1, host),
+    ]
+    for each in taken:
+        assert torch.equal(each(there).cpu(), each(here))
 
 
 def test_a_backward_runs_on_the_thread_of_its_device() -> None:

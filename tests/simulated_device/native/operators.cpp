@@ -62,6 +62,20 @@ bool needs_values(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Whether an operator takes an argument from the host, as CUDA's kernels do: indices of x[i], and single elements where
+// torch does not compare the devices of arguments itself but leaves it to TensorIterator, which takes them.
+bool taken_from_host(const c10::OperatorHandle& op, const c10::Argument& argument, const at::Tensor& tensor) {
+  static const auto& indexing =
+      *new std::set<std::string>{"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
+  static const auto& unchecked = *new std::set<std::string>{
+#include "no_device_check.inl"
+  };
+  const auto& name = op.schema().operator_name();
+  if (indexing.count(name.name) && argument.name() == "indices") return true;
+  if (tensor.dim() > 0 || argument.name() == "index" || argument.name() == "mask") return false;
+  return name.name.rfind("aten::", 0) != 0 || unchecked.count(c10::toString(name));
+}
+
 // Lets the host's generator go on from a device's, since the CPU's kernels draw from it.
 class Drawing {
  public:
@@ -122,7 +136,6 @@ class Call {
   }
 
   void check_arguments() {
-    const bool takes_host_indices = name_.find("index") != std::string::npos;
     for (size_t i = 0; i < arguments_.size(); i++) {
       const auto& argument = schema_.arguments()[i];
       if (arguments_[i].isGenerator()) {
@@ -133,9 +146,10 @@ class Call {
       has_out_ = has_out_ || argument.is_out();
       const bool writes = argument.alias_info() && argument.alias_info()->isWrite();
       map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
-        TORCH_CHECK(on_device(tensor) || (!writes && (tensor.dim() == 0 || takes_host_indices)), name_,
-                    ": Expected all tensors to be on the same device, but argument ", argument.name(), " is on ",
-                    tensor.device());
+        TORCH_CHECK(on_device(tensor) || (!writes && taken_from_host(op_, argument, tensor)),
+                    "Expected all tensors to be on the same device, but got ", argument.name(), " is on ",
+                    tensor.device(), ", different from other tensors on ", c10::Device(TYPE, device_),
+                    " (when checking argument in method ", name_, ")");
         return tensor;
       });
     }
