@@ -22,6 +22,7 @@ RESIDENCE = "streaming/blocks.py"
 COMPILED = "tests/streaming/test_compiled.py"
 CHECKPOINTED = "tests/streaming/test_checkpoint.py"
 PLANNED = "tests/streaming/test_planned.py"
+RAISED = "tests/streaming/test_raised.py"
 BETWEEN = "tests/streaming/test_between.py"
 KILLED = f"{ENGINE}::test_a_rank_killed_while_a_collective_is_under_way_is_named_within_seconds"
 TWO_RANKS = f"{ENGINE}::test_two_ranks"
@@ -510,8 +511,8 @@ MUTANTS = [
     ),
     _mutant(
         "a forward that is computed again forgets all blocks",
-        " and torch._C._current_graph_task_id() == -1:",
-        ":",
+        "        if not self._calls and not backward:\n",
+        "        if not self._calls:\n",
         STREAM,
         file="streaming/stream.py",
     ),
@@ -621,9 +622,30 @@ MUTANTS = [
     ),
     _mutant(
         "two threads share a block",
-        "        if self.users and self._thread != threading.get_ident():\n",
-        "        if False:\n",
+        "                and self._user[0] != here\n",
+        "                and False\n",
         STREAM,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a block is refused that backward still computes after it has raised",
+        "not self._resident.wait_until(lambda: self._user is None)",
+        "True",
+        RAISED,
+        file=RESIDENCE,
+    ),
+    _mutant(
+        "a call does not wait for a backward that has raised",
+        "            return not self._calls_in_backward or ",
+        "            return True or ",
+        RAISED,
+        file="streaming/stream.py",
+    ),
+    _mutant(
+        "a block that a backward used after it had raised keeps old values",
+        "                block.is_old = block.users > 0\n",
+        "                block.is_old = False\n",
+        RAISED,
         file=RESIDENCE,
     ),
     _mutant(

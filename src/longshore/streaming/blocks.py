@@ -26,10 +26,29 @@ from longshore.streaming.recomputed import keep_input
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_SECONDS = 60.0
+"""How long a call waits for the end of a backward that another thread is in."""
+
 
 def not_compiled(function: F) -> F:
     """Let torch.compile leave out a function and all that it calls."""
     return cast(F, torch.compiler.disable(function))
+
+
+def in_backward() -> bool:
+    """Return whether autograd calls what this thread runs."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def modules_of(module: nn.Module) -> Sequence[nn.Module]:
+    """Return a module and all inside of it, as ``modules()``, in another order and without making their names."""
+    found, new = {id(module): module}, [module]
+    while new:
+        for each in new.pop()._modules.values():
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                new.append(each)
+    return list(found.values())
 
 
 class Place(NamedTuple):
@@ -55,10 +74,15 @@ class Block:
         self.module = module
         self.places = places
         self.parameters = list({id(place.parameter): place.parameter for place in places}.values())
+        self._holders = list({id(each): each for each in (module, *(place.module for place in places))}.values())
+        """Its module, and the modules that its parameters are in."""
         self._resident = resident
         self.users = 0
         """Calls of its module that are under way; its parameters are in its modules meanwhile."""
-        self._thread: int | None = None
+        self._user: tuple[int, bool] | None = None
+        """The thread of these calls, and whether backward makes them."""
+        self.is_old = False
+        """Whether its parameters may have been written to since they were fetched for these calls."""
         self._by_memory: dict[int, StreamedParameter] = {}
         """Its parameters, by the address of the memory that they have while it is in use."""
         self._sums: Tensor | None = None
@@ -71,31 +95,35 @@ class Block:
     @property
     def has_pre_hooks(self) -> bool:
         """Whether somebody has hooks that run before forward of one of its modules."""
-        return bool(self.module._forward_pre_hooks) or any(place.module._forward_pre_hooks for place in self.places)
+        return any(each._forward_pre_hooks for each in self._holders)
 
-    @property
-    def _has_hooks_inside(self) -> bool:
-        """Whether somebody has hooks that run while the block's modules have its parameters on the device."""
-        return bool(_every_module._global_forward_pre_hooks or _every_module._global_forward_hooks) or any(
-            each is not self.module and (each._forward_pre_hooks or each._forward_hooks)
-            for each in self.module.modules()
-        )
+    def _look_for_hooks(self) -> bool:
+        """Return whether somebody has hooks that run while the block's modules have its parameters on the device.
 
-    def _check_backward_hooks(self) -> None:
-        """Raise LongshoreError if a hook that runs in backward would look for gradients before they are there."""
+        Raises:
+            LongshoreError: a hook that runs in backward would look for gradients before they are there.
+        """
+        inside = bool(_every_module._global_forward_pre_hooks or _every_module._global_forward_hooks)
+        in_backward = bool(_every_module._global_backward_hooks or _every_module._global_backward_pre_hooks)
+        for each in modules_of(self.module):
+            if each._backward_hooks or each._backward_pre_hooks:
+                in_backward = True
+            if (each._forward_pre_hooks or each._forward_hooks) and each is not self.module:
+                inside = True
+        if in_backward and torch.is_grad_enabled() and self._resident.trains():
+            raise self._hooked_in_backward()
+        return inside
+
+    def _hooked_in_backward(self) -> LongshoreError:
+        named = self.module.named_modules(prefix=self.name)
+        hooked = (name for name, each in named if each._backward_hooks or each._backward_pre_hooks)
         of_all = bool(_every_module._global_backward_hooks or _every_module._global_backward_pre_hooks)
-        hooked = (each for each in self.module.modules() if each._backward_hooks or each._backward_pre_hooks)
-        if (found := next(hooked, None)) is None and not of_all:
-            return
-        if torch.is_grad_enabled() and self._resident.trains():
-            names = dict(self.module.named_modules(prefix=self.name))
-            name = "every module" if of_all else next(name for name, each in names.items() if each is found)
-            raise LongshoreError(
-                f"{name or 'the model'} has a full backward hook, which would not find the gradients of parameters in "
-                ".grad: those of a streamed model come to the host while backward goes on. Remove the hook, and use "
-                "parameter.register_post_accumulate_grad_hook(...) for gradients of parameters, or "
-                "output.register_hook(...) for those of what a module returns"
-            )
+        return LongshoreError(
+            f"{('every module' if of_all else next(hooked)) or 'the model'} has a full backward hook, which would not "
+            "find the gradients of parameters in .grad: those of a streamed model come to the host while backward goes "
+            "on. Remove the hook, and use parameter.register_post_accumulate_grad_hook(...) for gradients of "
+            "parameters, or output.register_hook(...) for those of what a module returns"
+        )
 
     def fetch(self) -> None:
         for parameter in self.parameters:
@@ -109,21 +137,37 @@ class Block:
     def begin_use(self) -> AbstractContextManager[Any]:
         """Give the modules of the block its parameters on the device, until :meth:`end_use`; return what keeps them out
         of autograd's graph."""
-        if self.users and self._thread != threading.get_ident():
-            raise LongshoreError(f"two threads call {self.name or 'the model'} at once; call it from one at a time")
-        self.users += 1
-        if self.users == 1:
-            self._thread = threading.get_ident()
+        if self._take():
             try:
                 with self._resident.lock:
-                    self._enter()
+                    hooked = self._enter()
                 for parameter in self.parameters:  # not with the lock, for which backward's threads may wait
                     parameter.wait()
-                self._sums = self._checksums() if self._has_hooks_inside else None
+                self._sums = self._checksums() if hooked else None
             except BaseException:
                 self.end_use(failed=True)
                 raise
         return saved_tensors_hooks(*self._hooks())
+
+    def _take(self) -> bool:
+        """Count a call of this thread, and return whether it is the first one under way.
+
+        Raises:
+            LongshoreError: another thread calls the block. A backward that raised is waited for: it may have raised on
+                the thread that began it, while the device's thread still computes the block again.
+        """
+        here, backward = threading.get_ident(), in_backward()
+        with self._resident.calls_end:
+            if (
+                self._user is not None
+                and self._user[0] != here
+                and (backward or not self._user[1] or not self._resident.wait_until(lambda: self._user is None))
+            ):
+                raise LongshoreError(f"two threads call {self.name or 'the model'} at once; call it from one at a time")
+            self.users += 1
+            if self._user is None:
+                self._user = here, backward
+        return self.users == 1
 
     @not_compiled
     def end_use(self, failed: bool) -> None:
@@ -134,11 +178,17 @@ class Block:
                     parameter.check_unwritten()
                 self._compare_sums()
         finally:
-            self.users -= 1
-            if not self.users:
-                for module, name, parameter in self.places:
-                    if module._parameters.get(name) is parameter.twin:
-                        module._parameters[name] = parameter.rest
+            with self._resident.lock:  # so that Resident.begin finds the block in use, or comes after this
+                if self.users == 1:
+                    for module, name, parameter in self.places:
+                        if module._parameters.get(name) is parameter.twin:
+                            module._parameters[name] = parameter.rest
+                    self._resident.leave(self)
+                with self._resident.calls_end:
+                    self.users -= 1
+                    if not self.users:
+                        self._user = None
+                        self._resident.calls_end.notify_all()
 
     def _checksums(self) -> Tensor | None:
         there = [_bits(each.twin) for each in self.parameters if each.twin.numel()]
@@ -161,8 +211,9 @@ class Block:
                 "parameters of a streamed model between its calls"
             )
 
-    def _enter(self) -> None:
-        self._check_backward_hooks()
+    def _enter(self) -> bool:
+        """Give the modules the parameters; return whether hooks run while they have them."""
+        hooked = self._look_for_hooks()
         for module, name, parameter in self.places:
             if module._parameters.get(name) is not parameter.rest:
                 raise replaced(parameter.name, module._parameters.get(name), self.module)
@@ -177,6 +228,7 @@ class Block:
         }
         for module, name, parameter in self.places:
             module._parameters[name] = parameter.twin  # pyright: ignore[reportArgumentType]
+        return hooked
 
     def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Hooks that keep no parameter in autograd's graph; other tensors go to the hooks around them, if there are."""
@@ -255,6 +307,8 @@ class Resident:
         self.device = device
         self.lock = threading.RLock()
         """Forward and autograd's threads use blocks."""
+        self.calls_end = threading.Condition()
+        """Guards which threads call blocks; notified where a call ends."""
         self.blocks: Sequence[Block] = ()
         self.compared: list[tuple[Block, Tensor]] = []
         """Blocks whose checksums were compared in the call under way, and on the device where they differ."""
@@ -269,12 +323,19 @@ class Resident:
     def begin(self) -> None:
         """Forget what is on the device: somebody calls the model, who may have written to its parameters unseen."""
         with self.lock:
-            for block in [*self._there, *([] if self.kept is None else [self.kept])]:
-                if not block.users:
-                    for parameter in block.parameters:
-                        parameter.drop()
+            # All blocks, and not those that should be there: a backward that raised may have fetched one since. It may
+            # also use one still, for which the values that it has are good enough.
+            for block in self.blocks:
+                block.is_old = block.users > 0
+                for parameter in block.parameters if not block.is_old else ():
+                    parameter.drop()
             self._there = [block for block in self._there if block.users]
             self._before = self._now = None
+
+    def wait_until(self, ended: Callable[[], bool]) -> bool:
+        """Wait for the end of calls that another thread's backward makes; return whether it came. To be called with
+        ``calls_end``."""
+        return self.calls_end.wait_for(ended, _SECONDS)
 
     def check_sums(self, failed: bool) -> None:
         """Raise what the comparisons of a call found, unless it has failed; the host waits once for all blocks."""
@@ -285,6 +346,12 @@ class Resident:
     def trains(self) -> bool:
         """Return whether any parameter of the model gets a gradient."""
         return any(each.rest.requires_grad for block in self.blocks for each in block.parameters)
+
+    def leave(self, block: Block) -> None:
+        """Note the end of a block's use, which :meth:`begin` could not forget."""
+        if block.is_old:
+            block.is_old = False
+            self.forget(block)
 
     def forget(self, block: Block) -> None:
         """Free the parameters of a block that no other block in use has: their values may be old."""

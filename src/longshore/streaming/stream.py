@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
-from longshore.streaming.blocks import Block, Place, Resident, not_compiled
+from longshore.streaming.blocks import Block, Place, Resident, in_backward, not_compiled
 from longshore.streaming.checks import (
     Checkpoint,
     check_checkpoint,
@@ -72,8 +72,9 @@ class Stream:
         self.checkpoint: Checkpoint = checkpoint
         self.device = device
         self._resident = Resident(device)
-        self._calls = 0
-        """Calls of the model, or of one of its blocks, that are under way."""
+        self._calls = self._calls_in_backward = 0
+        """Calls of the model, or of one of its blocks, that are under way; and those that backward makes to compute
+        them again."""
         names = {id(module): name for name, module in model.named_modules()}
         owners = {id(inner): unit for unit in reversed(units) for inner in unit.modules()}  # inner units come first
         places: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {id(unit): [] for unit in (*units, model)}
@@ -178,11 +179,12 @@ class Stream:
 
     def close(self) -> None:
         """Make the model a plain one on the CPU again. Gradients and parameters stay as they are."""
-        if self._calls:
-            raise LongshoreError("the model is being called; call close() after forward")
-        if self.closed:
-            return
-        self.closed = True  # also for methods that somebody has wrapped in others since
+        with self._resident.calls_end:
+            if self._calls or (in_backward() and self._calls_in_backward) or not self._backward_ends():
+                raise LongshoreError("the model is being called; call close() after forward and backward")
+            if self.closed:
+                return
+            self.closed = True  # also for methods that somebody has wrapped in others since
         self._resident.begin()
         for method in self._methods:
             method.unwrap()
@@ -219,26 +221,55 @@ class Stream:
                 "torch.func and forward-mode derivatives (grad, jvp, vmap, dual tensors) do not see parameters that "
                 "are fetched as they are used: call close() of the stream first, or use loss.backward()"
             )
-        if not self._calls and torch._C._current_graph_task_id() == -1:  # and backward does not compute it again
+        backward = in_backward()  # which computes it again
+        if not self._calls and not backward:
+            if self._calls_in_backward and not self._backward_ends():
+                raise LongshoreError(
+                    "a backward of another thread computes the model again; call it from one thread at a time"
+                )
             self._methods = [method.follow() for method in self._methods]
             self._resident.begin()
             self._lanes.forget_gradients()
-        # Selective checkpointing would keep, and count, what fetches.
-        unseen = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-        with unseen:
-            kept_out = block.begin_use()
-        self._calls += 1
-        return kept_out
+        self._count(backward, 1)
+        try:
+            if self.closed:
+                raise LongshoreError("the stream was closed while another thread called the model")
+            # Selective checkpointing would keep, and count, what fetches.
+            unseen = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+            with unseen:
+                return block.begin_use()
+        except BaseException:
+            self._count(backward, -1)
+            raise
+
+    def _count(self, backward: bool, change: int) -> None:
+        """Count a call that begins or ends."""
+        with self._resident.calls_end:
+            if backward:
+                self._calls_in_backward += change
+            else:
+                self._calls += change
+            if change < 0:
+                self._resident.calls_end.notify_all()
+
+    def _backward_ends(self) -> bool:
+        """Wait for calls that a backward makes which raised: on the thread that called it, while the device's thread
+        still computes; return whether they have ended."""
+        with self._resident.calls_end:
+            return not self._calls_in_backward or self._resident.wait_until(lambda: not self._calls_in_backward)
 
     @not_compiled
     def _end_call(self, block: Block, failed: bool) -> None:
-        self._calls -= 1
+        backward = in_backward()
         try:
             if torch._C._len_torch_dispatch_stack() and not failed:
                 check_selected({each.twin.untyped_storage().data_ptr(): each.name for each in block.parameters})
         finally:
-            block.end_use(failed)
-        if not self._calls:
+            try:
+                block.end_use(failed)
+            finally:
+                self._count(backward, -1)
+        if not (self._calls_in_backward if backward else self._calls):
             self._resident.check_sums(failed)
 
     @not_compiled
