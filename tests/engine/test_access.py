@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from ranks import Ranks
+from torch import Tensor, nn
 
 import longshore
 from engine import access_cases
@@ -90,3 +94,36 @@ def test_bad_values_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"first\.weight has no gradient in this window"):
         utils.safe_set_full_grad(weight, torch.ones(33, 19))
     engine.destroy()
+
+
+def _calls_to_read_one(of: int) -> int:
+    parameters = [nn.Parameter(torch.full((3,), float(index))) for index in range(of)]
+    optimizer = longshore.AdamW(parameters, lr=1e-3, release_gradients=True)
+    torch.stack([each.square().sum() for each in parameters]).sum().backward()
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        found = utils.safe_get_full_grad(parameters[-1])
+    finally:
+        sys.setprofile(before)
+    assert found is not None and torch.equal(found, 2 * parameters[-1].detach())
+    assert all(torch.equal(_read(each), 2 * each.detach()) for each in parameters)
+    optimizer.close()
+    return calls
+
+
+def _read(parameter: nn.Parameter) -> Tensor:
+    found = utils.safe_get_full_grad(parameter)
+    assert found is not None
+    return found
+
+
+def test_a_gradient_on_the_host_is_read_without_a_look_at_the_others() -> None:
+    """All gradients of a model are read in a time in proportion to their number, and not to its square."""
+    assert _calls_to_read_one(of=100) == _calls_to_read_one(of=10)

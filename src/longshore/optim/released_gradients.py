@@ -13,7 +13,7 @@ import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -58,6 +58,8 @@ class ReleasedGradients(GradientSource):
         self._unchecked = isinstance(store, TileStore)  # an engine's model was checked
         self._wrapped: ValueError | None = None
         self._hooks: dict[int, ReleaseHooks] = {}
+        self._indices: dict[int, int] = {}
+        """The index of each parameter's record, by the identity of the parameter."""
         self._given_up: dict[int, weakref.ref[ReleasedGradients]] = {}
         """The newest of the other sources that have a parameter, if it is newer than this one."""
         _SOURCES.add(self)
@@ -88,6 +90,7 @@ class ReleasedGradients(GradientSource):
             )
             self._hooks[record.index] = ReleaseHooks(leaf, before, after)
         self.records.update((record.index, record) for record in records)
+        self._indices.update((id(record.parameter), record.index) for record in records)
         if trainable:
             for other in [each for each in _SOURCES if each is not self and each._finalizer.alive]:
                 older, newer = sorted((self, other), key=lambda source: source._number)
@@ -105,8 +108,14 @@ class ReleasedGradients(GradientSource):
         # What replaced this one is of the same optimizer.
         return newer is not None and newer is not self.replaced_by and newer._finalizer.alive
 
+    def index_of(self, parameter: Tensor) -> int | None:
+        """Return the index of a parameter's record; None if the optimizer does not have it."""
+        return self._indices.get(id(parameter))
+
     def drop(self, records: Sequence[ParameterRecord]) -> None:
         super().drop(records)
+        for record in records:
+            self._indices.pop(id(record.parameter), None)
         for index in [record.index for record in records if record.index in self._hooks]:
             self._placeholders.pop(index, None)
             self._hooks.pop(index).remove()
@@ -230,10 +239,17 @@ class ReleasedGradients(GradientSource):
         return on_host, gradient
 
     def collect(self) -> dict[int, Tensor | None]:
-        found: dict[int, Tensor | None] = {}
         self.look_again()
-        members = self.members()
-        for index, record in self.records.items():
+        return self._collected(self.records, self.members())
+
+    def collect_one(self, index: int) -> dict[int, Tensor | None]:
+        """Return what :meth:`collect` returns of one parameter, without looking at the others."""
+        return self._collected([index], {index} if self._takes(index) else set())
+
+    def _collected(self, indices: Iterable[int], members: Set[int]) -> dict[int, Tensor | None]:
+        found: dict[int, Tensor | None] = {}
+        for index in indices:
+            record = self.records[index]
             if index not in members:
                 if self.store.arrivals(index) > 0:
                     raise GradientError(
@@ -331,11 +347,13 @@ def released_gradient(parameter: Tensor) -> Tensor | None:
     """Return this process's part of a gradient that an optimizer took to the host in this window: flat, float32 on the
     CPU; None if none did."""
     for source in [*_SOURCES]:
-        for index, record in source.records.items():
-            if record.parameter is not parameter or source.gave_up(index):
-                continue
-            gradients = source.store.agree(source.collect(), reading=True)
-            if index in gradients:
-                found = gradients[index]
-                return source.store.read_state(index, GRADIENT) if found is None else found.float().cpu()
+        index = source.index_of(parameter)
+        if index is None or source.gave_up(index):
+            continue
+        # Of all parameters where ranks agree on what they have.
+        alone = isinstance(source.store, TileStore)
+        gradients = source.store.agree(source.collect_one(index) if alone else source.collect(), reading=True)
+        if index in gradients:
+            found = gradients[index]
+            return source.store.read_state(index, GRADIENT) if found is None else found.float().cpu()
     return None
