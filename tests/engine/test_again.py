@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,13 +96,14 @@ class _Torchs(torch.optim.SGD):
 @pytest.mark.parametrize("kind", ["default", "torch", "subclass"])
 def test_an_optimizer_that_reads_grad_says_who_has_it_and_what_to_do(kind: str, first: str) -> None:
     """Beside one that takes gradients to the host, whichever of the two was made first."""
-    makers = {
+    makers: dict[str, Any] = {
         "default": lambda model: longshore.SGD(model.parameters(), lr=1.0),
         "torch": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
         "subclass": lambda model: _Torchs(model.parameters(), lr=1.0),
     }
-    model = cases.make()
-    other = makers[kind](model) if first == "other" else None
+    model: Any = cases.make()
+    other: Any = makers[kind](model) if first == "other" else None
+    owner: Any
     if first == "engine":
         owner = cases.engine_for(model, 0)
     else:
@@ -132,7 +134,7 @@ def test_an_optimizer_that_reads_grad_says_who_has_it_and_what_to_do(kind: str, 
 
 def test_a_clip_of_torchs_inside_a_closure_is_told_as_one() -> None:
     model = cases.make()
-    optimizer = longshore.SGD(model.parameters(), lr=1.0, release_gradients=True)
+    optimizer: Any = longshore.SGD(model.parameters(), lr=1.0, release_gradients=True)
 
     def closure() -> torch.Tensor:
         loss = model(cases.batch(0, 0)).square().mean()

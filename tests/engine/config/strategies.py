@@ -26,7 +26,8 @@ LARGE = 10**12
 def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     """Any legal value, in any of the spellings that are legal."""
     if isinstance(kind, Exactly):
-        return {bool: st.booleans(), str: st.text(max_size=5)}[kind.of]
+        sections = st.dictionaries(st.text(max_size=5), st.booleans(), max_size=2)
+        return {bool: st.booleans(), str: st.text(max_size=5)}.get(kind.of, sections)
     if isinstance(kind, Number) and kind.whole:
         assert kind.above is None and kind.below is None
         low = -LARGE if kind.minimum is None else int(kind.minimum)
