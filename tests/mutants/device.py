@@ -622,8 +622,8 @@ MUTANTS = [
     ),
     _mutant(
         "two threads share a block",
-        "                and self._user[0] != here\n",
-        "                and False\n",
+        "                self._user is not None  # but another thread\n",
+        "                False\n",
         STREAM,
         file=RESIDENCE,
     ),

@@ -157,38 +157,39 @@ class Block:
                 the thread that began it, while the device's thread still computes the block again.
         """
         here, backward = threading.get_ident(), in_backward()
+        user = self._user
+        if user is not None and user[0] == here:  # which alone ends its calls, so that nothing is to be guarded
+            self.users += 1
+            return False
         with self._resident.calls_end:
             if (
-                self._user is not None
-                and self._user[0] != here
+                self._user is not None  # but another thread
                 and (backward or not self._user[1] or not self._resident.wait_until(lambda: self._user is None))
             ):
                 raise LongshoreError(f"two threads call {self.name or 'the model'} at once; call it from one at a time")
-            self.users += 1
-            if self._user is None:
-                self._user = here, backward
-        return self.users == 1
+            self.users, self._user = 1, (here, backward)
+        return True
 
     @not_compiled
     def end_use(self, failed: bool) -> None:
         """End what :meth:`begin_use` began; ``failed`` says whether an error is under way."""
+        if self.users > 1:
+            self.users -= 1
+            return
         try:
-            if self.users == 1 and not failed:
+            if not failed:
                 for parameter in self.parameters:
                     parameter.check_unwritten()
                 self._compare_sums()
         finally:
             with self._resident.lock:  # so that Resident.begin finds the block in use, or comes after this
-                if self.users == 1:
-                    for module, name, parameter in self.places:
-                        if module._parameters.get(name) is parameter.twin:
-                            module._parameters[name] = parameter.rest
-                    self._resident.leave(self)
+                for module, name, parameter in self.places:
+                    if module._parameters.get(name) is parameter.twin:
+                        module._parameters[name] = parameter.rest
+                self._resident.leave(self)
                 with self._resident.calls_end:
-                    self.users -= 1
-                    if not self.users:
-                        self._user = None
-                        self._resident.calls_end.notify_all()
+                    self.users, self._user = 0, None
+                    self._resident.calls_end.notify_all()
 
     def _checksums(self) -> Tensor | None:
         there = [_bits(each.twin) for each in self.parameters if each.twin.numel()]
@@ -327,7 +328,7 @@ class Resident:
             # also use one still, for which the values that it has are good enough.
             for block in self.blocks:
                 block.is_old = block.users > 0
-                for parameter in block.parameters if not block.is_old else ():
+                for parameter in block.parameters if not block.users else ():
                     parameter.drop()
             self._there = [block for block in self._there if block.users]
             self._before = self._now = None

@@ -233,7 +233,9 @@ class Stream:
         self._count(backward, 1)
         try:
             if self.closed:
-                raise LongshoreError("the stream was closed while another thread called the model")
+                raise LongshoreError(
+                    "the stream was closed while another thread called the model; close it after forward and backward"
+                )
             # Selective checkpointing would keep, and count, what fetches.
             unseen = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
             with unseen:
@@ -244,13 +246,12 @@ class Stream:
 
     def _count(self, backward: bool, change: int) -> None:
         """Count a call that begins or ends."""
+        if not backward:
+            self._calls += change
+            return
         with self._resident.calls_end:
-            if backward:
-                self._calls_in_backward += change
-            else:
-                self._calls += change
-            if change < 0:
-                self._resident.calls_end.notify_all()
+            self._calls_in_backward += change
+            self._resident.calls_end.notify_all()
 
     def _backward_ends(self) -> bool:
         """Wait for calls that a backward makes which raised: on the thread that called it, while the device's thread
