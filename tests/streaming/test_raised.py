@@ -140,9 +140,6 @@ class Interrupted:
 
         block: Any = self.model.blocks[slow]
         block.entered = entered
-        if not checkpoint and slow < 3:  # it goes on with the next one, while somebody waits for its end
-            following: Any = self.model.blocks[slow + 1]
-            following.entered = threading.Event()
         hook = self.model.last.weight.register_hook(skip)
         loss = self.model(batch(1)).square().sum()
         with pytest.raises(SkippedError):
@@ -185,6 +182,16 @@ def test_values_written_after_a_backward_that_raised_are_used(checkpoint: Any, o
         both.write_unseen()
         both.check(2 + step, order)
     both.check(5)
+
+
+def test_a_block_in_use_as_the_next_call_begins_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where backward goes on to another block of one checkpoint just after the call has found none in use."""
+    both = Interrupted()
+    both.write_unseen()
+    with monkeypatch.context() as patched:
+        patched.setattr(both.handle, "_backward_ends", lambda: True)
+        both.check(2, (1,))
+    both.check(3)
 
 
 def test_a_model_is_evaluated_after_a_backward_that_raised() -> None:
