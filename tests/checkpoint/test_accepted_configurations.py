@@ -197,6 +197,9 @@ def check(config: Callable[[], Any]) -> bool:
 @pytest.mark.medium
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields=CONFIGURATIONS)
+@example(fields={"optimizer": {"type": "Muon", "ns_coefficients": [1.0, 1.0, 1e39]}})
+@example(fields={"optimizer": {"type": "Muon", "ns_eps": torch.finfo(torch.float32).max}})
+@example(fields={"optimizer": {"type": "Muon", "ns_eps": 2.0**128 - 2.0**120, "ns_coefficients": [2.0**127] * 3}})
 @example(fields={"states": "bf16", "states_seed": MOST_INTEGER, "optimizer": {"type": "AdamW"}})
 def test_what_a_config_accepts_is_saved_and_loaded(fields: dict[str, Any]) -> None:
     check(lambda: made({"offload_device": "cpu", **fields}))

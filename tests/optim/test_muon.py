@@ -279,6 +279,12 @@ def test_a_snapshot_is_of_its_moment(kind: str) -> None:
         ((4, 3), {"split": 2, "split_dim": 2}, "split_dim is 0 or 1"),
         ((4, 3), {"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
         ((4, 3), {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is three numbers"),
+        (
+            (4, 3),
+            {"ns_coefficients": (1.0, -1e39, 2.0)},
+            r"ns_coefficients must be from -3\.4.*float32 can hold",
+        ),
+        ((4, 3), {"eps": 3.4e38}, r"eps must be from -3\.38.*bfloat16 can hold, and is 3\.4"),
         ((4, 3), {"adjust_lr_fn": "spectral"}, "'match_rms_adamw', not 'spectral'"),
         ((4, 3), {"momentum": -0.1}, "momentum must be a number of at least 0"),
     ],

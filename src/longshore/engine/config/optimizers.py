@@ -34,6 +34,12 @@ _FIELDS: dict[Callable[[Any, str], Any], Any] = {
 """Annotations of fields for options, by the function with which an optimizer reads the option."""
 
 
+_COEFFICIENT = Number(-(2.0**128 - 2.0**104), maximum=2.0**128 - 2.0**104)
+"""A float32: torch converts it to one."""
+_LEAST_NORM = Number(-(2.0**128 - 2.0**120), maximum=2.0**128 - 2.0**120)
+"""A bfloat16, as the norms that it is compared with."""
+
+
 class OptimizerModel(NamedModel):
     """Base of the configurations of all optimizers."""
 
@@ -81,8 +87,8 @@ class MuonConfig(OptimizerModel):
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     momentum: Annotated[float, NOT_NEGATIVE] = 0.95
     nesterov: Annotated[bool, BOOLEAN] = True
-    ns_coefficients: Annotated[tuple[float, float, float], Items(Number(), 3)] = (3.4445, -4.7750, 2.0315)
-    ns_eps: Annotated[float, Number()] = 1e-7
+    ns_coefficients: Annotated[tuple[float, float, float], Items(_COEFFICIENT, 3)] = (3.4445, -4.7750, 2.0315)
+    ns_eps: Annotated[float, _LEAST_NORM] = 1e-7
     ns_steps: Annotated[int, Number(0, maximum=99, whole=True)] = 5
     adjust_lr_fn: Annotated[str | None, OneOf(("original", "match_rms_adamw"))] = None
     muon_lr: Annotated[float | None, NOT_NEGATIVE] = None

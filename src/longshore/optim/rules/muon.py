@@ -132,8 +132,21 @@ def coefficients(value: Any, name: str) -> tuple[float, float, float]:
     """Read three numbers."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or len(value) != 3:
         raise ValueError(f"{name} is three numbers, not {value!r}")
-    a, b, c = (number(each, name) for each in value)
+    a, b, c = (_fitting(number(each, name), torch.float32, name) for each in value)
     return a, b, c
+
+
+def least_norm(value: Any, name: str) -> float:
+    """Read the number that norms in bfloat16 are clamped to."""
+    return _fitting(number(value, name), torch.bfloat16, name)
+
+
+def _fitting(value: float, dtype: torch.dtype, name: str) -> float:
+    """Return a number that torch converts to ``dtype``: otherwise the first step would end half way."""
+    most = torch.finfo(dtype).max
+    if most < abs(value) < math.inf:
+        raise ValueError(f"{name} must be from {-most} to {most}, which {dtype} can hold, and is {value}")
+    return value
 
 
 def plain(value: Any, name: str) -> float:
@@ -227,7 +240,7 @@ class MatrixFamily(RuleFamily):
         "momentum": momentum,
         "nesterov": flag,
         "ns_coefficients": coefficients,
-        "eps": number,
+        "eps": least_norm,
         "ns_steps": steps,
         "adjust_lr_fn": adjustment,
     }
