@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -54,6 +55,7 @@ def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s
     # What a crash says, wherever the standard error of the test that came first went.
     os.dup2(os.open(_words_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # all threads of a rank that does not answer
 
     import torch
     import torch.distributed as dist
@@ -142,7 +144,8 @@ class Ranks:
         results, failures, groups = [], [], 0
         for rank, pipe in enumerate(self._pipes):
             try:
-                done, result = pipe.recv() if pipe.poll(2 * self._timeout_s) else (False, "did not answer in time")
+                answered = pipe.poll(2 * self._timeout_s)
+                done, result = pipe.recv() if answered else (False, f"did not answer in time{self._stacks_of(rank)}")
             except EOFError:
                 self._processes[rank].join(self._timeout_s)
                 code = self._processes[rank].exitcode
@@ -161,6 +164,16 @@ class Ranks:
         if groups > _MOST_GROUPS:
             self.stop()
         return results
+
+    def _stacks_of(self, rank: int) -> str:
+        """What a rank that does not answer is doing, on all its threads."""
+        words = _words_of(self._folder, rank)
+        before = words.stat().st_size
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        until = time.monotonic() + 2.0
+        while words.stat().st_size == before and time.monotonic() < until:
+            time.sleep(0.1)
+        return f"; it was here:\n{words.read_bytes()[before:].decode(errors='replace')[-_LAST_WORDS:]}"
 
     def stop(self) -> None:
         for process in self._processes:
