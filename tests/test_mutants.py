@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import signal
 from collections import Counter
 
 import pytest
 from mutants import MUTANTS, Mutant
+from mutants import mutant as mutant_module
 from mutants.__main__ import ON_DEVICE, Outcome, Player, main
-from mutants.mutant import ROOT, what_does_not_apply
+from mutants.mutant import ROOT, Function, functions_of, what_does_not_apply
 
 
 @pytest.mark.medium
@@ -24,28 +26,111 @@ def test_names_are_told_apart() -> None:
     assert len(MUTANTS) >= 250
 
 
-@pytest.mark.parametrize("text", ["", "a wait\n", "wait(); wait()"])
-def test_a_text_that_is_not_found_once_is_an_error(text: str) -> None:
-    mutant = Mutant("not waited for", "tiles/x.py", "wait()", "pass", ("tests/tiles",))
-    assert mutant.applied_to("x.wait()") == "x.pass"
-    with pytest.raises(ValueError, match=r"'not waited for' occurs [02] times in src/longshore/tiles/x\.py"):
-        mutant.applied_to(text)
+FILE = '''\
+"""Waits."""
+LIMIT = 3
+
+
+class Copy:
+    limit = 2
+
+    @property
+    def done(self) -> bool:
+        return self.event.query()  # without a wait
+
+    def wait(
+        self, event: int
+    ) -> None:
+        """Wait for the event."""
+        if (self.limit
+                > LIMIT):
+            self.event.wait(event)
+        self.event.wait(event)
+
+
+def wait(copies):
+    def one(copy):
+        copy.wait("here")
+    for copy in copies:
+        one(copy)
+'''
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of two files, of which one has a function of the other, too."""
+    found: dict[str, list[Function]] = {}
+    for text, file in ((FILE, "a.py"), ("def wait(copies):\n    pass\n", "b.py")):
+        for name, each in functions_of(text, file):
+            found.setdefault(name, []).append(each)
+    monkeypatch.setattr(mutant_module, "functions", lambda: found)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("function", "source", "replacement", "before", "after"),
+    [
+        ("Copy.wait", "if self.limit > LIMIT:", "if True:", "if (self.limit\n                > LIMIT)", "if True"),
+        (
+            "Copy.wait",
+            "if self.limit > LIMIT:\n    self.event.wait(event)\nself.event.wait(event)",
+            "pass",
+            None,
+            "pass",
+        ),
+        ("Copy.wait", "self.limit > LIMIT", "self.limit >= LIMIT", None, "if self.limit >= LIMIT:"),
+        ("Copy.done", "@property", "", "@property", None),
+        ("Copy", "limit = 2", "limit = 3", "limit = 2", "limit = 3"),
+        ("", "LIMIT = 3", "LIMIT = 4", "LIMIT = 3", "LIMIT = 4"),
+        ("wait", "copy.wait('here')", "pass", 'copy.wait("here")', "pass"),
+        ("wait", "for copy in copies:", "for copy in copies[1:]:", "in copies:", "in copies[1:]:"),
+    ],
+)
+def test_a_statement_is_found_wherever_and_however_it_is_written(
+    function: str, source: str, replacement: str, before: str | None, after: str | None
+) -> None:
+    mutant = Mutant("m", function, source, replacement, ("tests",))
+    assert mutant.file == "a.py"
+    mutated = mutant.applied_to(FILE)
+    ast.parse(mutated)
+    assert before is None or (before in FILE and before not in mutated)
+    assert after is None or after in mutated
+    untouched = [name for name, _ in functions_of(FILE, "") if name != function]
+    after_it = dict(functions_of(mutated, ""))
+    assert all(after_it[name].text == dict(functions_of(FILE, ""))[name].text for name in untouched)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("function", "source", "said"),
+    [
+        ("Copy.wait", "self.event.wait(event)", "2 times in 1 functions"),
+        ("Copy.wait", "return", "0 times in 1 functions"),
+        ("Copy.waits", "pass", "0 times in 0 functions"),
+        ("wait", "copies", "3 times in 2 functions"),
+        ("Copy.wait", "Wait for the event.", "0 times in 1 functions"),
+    ],
+)
+def test_a_statement_that_is_not_found_once_is_an_error(function: str, source: str, said: str) -> None:
+    mutant = Mutant("not waited for", function, source, "...", ("tests",))
+    with pytest.raises(ValueError, match=f"'not waited for' occurs {said} with the name {function}: write it anew"):
+        _ = mutant.file
 
 
 def test_what_no_longer_applies_is_said_of_each() -> None:
-    source, here = '"""The list of mutants', ("tests/test_mutants.py",)
+    function, source, here = "plan_tiles", "return", ("tests/test_mutants.py",)
     mutants = [
-        Mutant("of a lost test", "layout.py", source, "", ("tests/test_mutants.py::test_lost",)),
-        Mutant("of a lost file", "lost.py", source, "", here),
-        Mutant("of lost text", "layout.py", "no such text", "", here),
-        Mutant("no code", "layout.py", "import annotations\n", "import\n", here),
-        Mutant("no change", "layout.py", "import annotations\n", "import annotations  # changed\n", here),
+        Mutant("of a lost test", function, source, "", ("tests/test_mutants.py::test_lost",)),
+        Mutant("of a lost function", "lost", source, "", here),
+        Mutant("of a lost statement", function, "no such statement", "", here),
+        Mutant("no code", "TileCount", "tiles: int", "tiles: :", here),
+        Mutant("no change", "TileCount", "tiles: int", "tiles: int  # changed", here),
     ]
     said = what_does_not_apply(mutants)
     assert [line.partition(": ")[0] for line in said] == [mutant.name for mutant in mutants]
     assert said[0].endswith("there is no tests/test_mutants.py::test_lost")
-    assert "there is no src/longshore/lost.py" in said[1]
-    assert "occurs 0 times" in said[2]
+    assert "0 times in 0 functions with the name lost" in said[1]
+    assert "occurs 0 times in 1 functions" in said[2]
     assert said[4].endswith("it changes nothing")
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,35 +64,132 @@ LIGHTNING_CHECKPOINTS = "tests/integrations/lightning/test_checkpoints.py"
 class Mutant:
     """One change that breaks the code.
 
+    Statements are found by their function, wherever its file is, and as ``ast.unparse`` writes them: neither a move
+    nor a comment nor a line break hides them.
+
     Attributes:
         name: what it breaks.
-        file: under ``src/longshore``.
-        source: text that occurs once in the file.
+        function: qualified name: ``"Store.commit"``; of a class, what stands in it beside functions.
+        source: statements, or a part of one line, that occur once in the functions of this name.
         replacement: what stands there in the mutant.
         tests: what has to catch it: files or node ids, the quickest first.
         on_device: whether they run on the simulated accelerator.
     """
 
     name: str
-    file: str
+    function: str
     source: str
     replacement: str
     tests: tuple[str, ...]
     on_device: bool = False
 
-    def applied_to(self, text: str) -> str:
-        """The file's text, mutated.
+    @property
+    def file(self) -> str:
+        """The file with the function, under ``src/longshore``.
 
         Raises:
-            ValueError: the source text does not occur exactly once.
+            ValueError: there is no such function, or it does not have the source once.
         """
-        found = text.count(self.source)
-        if found != 1:
+        return self._place[0].file
+
+    def applied_to(self, text: str) -> str:
+        """The text of :attr:`file`, mutated."""
+        place, mutated = self._place
+        lines = text.splitlines()
+        changed = textwrap.indent(mutated, place.indent).splitlines()
+        return "\n".join([*lines[: place.begin], *changed, *lines[place.end :]]) + "\n"
+
+    @cached_property
+    def _place(self) -> tuple[Function, str]:
+        places = functions().get(self.function, [])
+        found = [
+            (place, mutated) for place in places for mutated in _replaced(place.text, self.source, self.replacement)
+        ]
+        if len(found) != 1:
             raise ValueError(
-                f"a mutant's source text has to occur once in its file; that of {self.name!r} occurs {found} times in "
-                f"src/longshore/{self.file}: write it anew"
+                f"a mutant's source has to occur once in its function; that of {self.name!r} occurs {len(found)} times "
+                f"in {len(places)} functions with the name {self.function}: write it anew"
             )
-        return text.replace(self.source, self.replacement)
+        return found[0]
+
+
+class Function(NamedTuple):
+    """A function, or a class without its functions: where it is, and its text as ``ast.unparse`` writes it."""
+
+    file: str
+    begin: int
+    end: int
+    """Lines of the file, from 0, the last one excluded."""
+    indent: str
+    text: str
+
+
+@cache
+def functions(source: Path = ROOT / "src" / "longshore") -> dict[str, list[Function]]:
+    """All functions of the package by their qualified names."""
+    found: dict[str, list[Function]] = {}
+    for path in sorted(source.rglob("*.py")):
+        for name, each in functions_of(path.read_text(), path.relative_to(source).as_posix()):
+            found.setdefault(name, []).append(each)
+    return found
+
+
+def functions_of(text: str, file: str) -> Iterator[tuple[str, Function]]:
+    lines = text.splitlines()
+
+    def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.ClassDef):
+                yield from within(each, f"{prefix}{each.name}.")
+            elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                begin = min([each, *each.decorator_list], key=lambda part: part.lineno).lineno - 1
+                indent = lines[begin][: len(lines[begin]) - len(lines[begin].lstrip())]
+                assert each.end_lineno is not None
+                yield f"{prefix}{each.name}", Function(file, begin, each.end_lineno, indent, _text_of(each))
+            elif isinstance(each, ast.stmt) and isinstance(node, (ast.ClassDef, ast.Module)):
+                assert each.end_lineno is not None
+                yield (
+                    prefix[:-1],
+                    Function(file, each.lineno - 1, each.end_lineno, " " * each.col_offset, ast.unparse(each)),
+                )
+            elif isinstance(each, (ast.If, ast.Try, ast.With)):
+                yield from within(each, prefix)
+
+    yield from within(ast.parse(text), "")
+
+
+def _text_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The function without docstrings."""
+    for each in ast.walk(function):
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(each, False):
+            each.body = each.body[1:] or [ast.Pass()]
+    return ast.unparse(function)
+
+
+def _replaced(text: str, source: str, replacement: str) -> Iterator[str]:
+    """The text with the source replaced, once for each place where it is: as whole lines at any depth, or else, if it
+    is one line, within lines."""
+    lines, wanted = text.splitlines(), _unparsed(source).splitlines()
+    whole = False
+    for at in range(len(lines) - len(wanted) + 1):
+        depth = len(lines[at]) - len(lines[at].lstrip())
+        if lines[at : at + len(wanted)] == [" " * depth + line for line in wanted]:
+            whole = True
+            instead = textwrap.indent(replacement, " " * depth).splitlines()
+            yield "\n".join([*lines[:at], *instead, *lines[at + len(wanted) :]])
+    if not whole and len(wanted) == 1:
+        for each in re.finditer(re.escape(source), text):
+            yield text[: each.start()] + replacement + text[each.end() :]
+
+
+def _unparsed(source: str) -> str:
+    """Statements as this version of Python writes them; what is no whole statement as it is."""
+    for whole in (source, f"{source}\n    pass"):
+        try:
+            return ast.unparse(ast.parse(whole)).removesuffix("\n    pass" if whole != source else "")
+        except SyntaxError:
+            pass
+    return source
 
 
 def what_does_not_apply(mutants: Iterable[Mutant]) -> list[str]:
@@ -102,11 +203,8 @@ def _what_is_wrong(mutant: Mutant) -> str:
         function = name.rpartition("::")[2].partition("[")[0]
         if not (ROOT / file).exists() or f"def {function}" not in (ROOT / file).read_text():
             return f"there is no {test}"
-    path = ROOT / "src" / "longshore" / mutant.file
-    if not path.exists():
-        return f"there is no src/longshore/{mutant.file}"
-    text = path.read_text()
     try:
+        text = (ROOT / "src" / "longshore" / mutant.file).read_text()
         mutated = ast.parse(mutant.applied_to(text))
     except (ValueError, SyntaxError) as error:
         return str(error)
