@@ -196,8 +196,8 @@ class _Unfinished:
         self._identity = _identity_of(draft)
 
     def finish(self, error: RankError) -> None:
-        """Wait for a while until the first rank has committed the checkpoint; raise ``error``, with what can be said of
-        the checkpoint, if it has not."""
+        """Wait for a while until the first rank has committed the checkpoint; raise ``error``, with the state of the
+        checkpoint, if it has not."""
         path = self._target.root / self._target.tag
         until = time.monotonic() + _COMMIT_S
         gone_until = math.inf

@@ -243,7 +243,7 @@ class ReleasedGradients(GradientSource):
         return self._collected(self.records, self.members())
 
     def collect_one(self, index: int) -> dict[int, Tensor | None]:
-        """Return what :meth:`collect` returns of one parameter, without looking at the others."""
+        """Return the gradient of one parameter as :meth:`collect` does, without looking at the others."""
         return self._collected([index], {index} if self._takes(index) else set())
 
     def _collected(self, indices: Iterable[int], members: Set[int]) -> dict[int, Tensor | None]:

@@ -248,7 +248,7 @@ class Presence:
 
     def _free_keys(self, store: Any) -> str:
         """Return where this rank has said nothing yet. A store may serve several default process groups, one after the
-        other, and what was said in one of them must not be heard in the next."""
+        other, and words of one of them must not be heard in the next."""
         number = 1
         while store.check([f"{_KEYS}/{number}/{self.rank}"]):
             number += 1
@@ -287,7 +287,7 @@ class Presence:
 
     @property
     def may_end(self) -> bool:
-        """Whether nobody speaks any more to the store that this process keeps, once it says that it ends."""
+        """Whether no other rank speaks to the store that this process keeps, once it says that it ends."""
         with self._lock:
             others = list(self._heard.values())
         return (

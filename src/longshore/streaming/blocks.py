@@ -36,7 +36,7 @@ def not_compiled(function: F) -> F:
 
 
 def in_backward() -> bool:
-    """Return whether autograd calls what this thread runs."""
+    """Return whether this thread runs code that autograd calls."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -98,7 +98,7 @@ class Block:
         return any(each._forward_pre_hooks for each in self._holders)
 
     def _look_for_hooks(self) -> bool:
-        """Return whether somebody has hooks that run while the block's modules have its parameters on the device.
+        """Return whether there are hooks that run while the block's modules have its parameters on the device.
 
         Raises:
             LongshoreError: a hook that runs in backward would look for gradients before they are there.

@@ -29,7 +29,7 @@ class Breakage(NamedTuple):
 
     @classmethod
     def by(cls, failure: BaseException) -> Breakage:
-        """Return what is kept of the error of a step that ended half way."""
+        """Return the record of the error of a step that ended half way."""
         return cls(f"{type(failure).__name__}: {failure}")
 
 
