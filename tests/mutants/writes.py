@@ -68,24 +68,20 @@ MUTANTS = [
     Mutant(
         "the checksum is that of the values before the step",
         "OptimizerCore.step",
-        "\n"
-        "    def published() -> None:\n"
-        "        for index in steps:\n"
-        "            if not records[index].has_state:\n"
-        "                self.handed_out.came(records[index])\n"
-        "        for index, step in steps.items():\n"
-        "            records[index].publish(step.target, histories[index])\n"
-        "        for index in steps:\n"
-        "            records[index].mark_published()\n"
-        "        self._adoption.published(store, records, steps)",
-        "    self._adoption.published(store, records, steps)\n"
-        "\n"
-        "    def published() -> None:\n"
-        "        for index, step in steps.items():\n"
-        "            records[index].publish(step.target, histories[index])\n"
-        "            records[index].mark_published()\n"
-        "        self._adoption._identities.update(((index, records[index].published) for index in "
-        "steps))",
+        "def published() -> None:\n"
+        "    first = [records[index] for index in steps if not records[index].has_state]\n"
+        "    for index, step in steps.items():\n"
+        "        records[index].publish(step.target, histories[index])\n"
+        "    for index in steps:\n"
+        "        records[index].mark_published()\n"
+        "    self._adoption.published(store, records, steps)",
+        "self._adoption.published(store, records, steps)\n"
+        "def published() -> None:\n"
+        "    first = [records[index] for index in steps if not records[index].has_state]\n"
+        "    for index, step in steps.items():\n"
+        "        records[index].publish(step.target, histories[index])\n"
+        "        records[index].mark_published()\n"
+        "    self._adoption._identities.update((index, records[index].published) for index in steps)",
         (UNSEEN_WRITES,),
     ),
     Mutant(

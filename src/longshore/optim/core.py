@@ -311,14 +311,13 @@ class OptimizerCore:
                 fill_initial(records[index], store)
 
         def published() -> None:
-            for index in steps:
-                if not records[index].has_state:
-                    self.handed_out.came(records[index])
+            first = [records[index] for index in steps if not records[index].has_state]
             for index, step in steps.items():
                 records[index].publish(step.target, histories[index])
             for index in steps:  # after all: slices of one tensor count each other's writes
                 records[index].mark_published()
             self._adoption.published(store, records, steps)
+            self.handed_out.came(first, self)
             source.consumed()
             self.clipping.reset()
             self._begun = True

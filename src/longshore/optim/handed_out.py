@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -83,9 +83,11 @@ class HandedOut:
                 if name in record.family.entries and is_plain(value, record, single=name in numbers_of(record)):
                     self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)
 
-    def came(self, record: ParameterRecord) -> None:
-        """Note that a parameter has a state from now on, behind those that had one before."""
-        self.touched.setdefault(id(record.parameter), True)
+    def came(self, records: Iterable[ParameterRecord], core: StateOwner) -> None:
+        """Note which of these parameters, stepped for the first time, have a state now, behind those that had one."""
+        for record in records:
+            if len(ParameterState(record, core)) > 0:
+                self.touched.setdefault(id(record.parameter), True)
 
     def forget(self, record: ParameterRecord) -> None:
         """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""

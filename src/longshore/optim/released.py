@@ -275,9 +275,9 @@ def foreign(record: ParameterRecord) -> GradientError:
 def elsewhere(record: ParameterRecord) -> GradientError:
     """Return the error for a gradient that an optimizer in default mode asks for, and that is on the host."""
     return GradientError(
-        f"the gradient of parameter {record.name} is on the host: another engine, or optimizer with "
-        "release_gradients=True, has the same parameter and took it, and this optimizer, in the default mode, steps "
-        f"what is in .grad; {_KEEP_ONE}"
+        f"parameter {record.name}: its gradient is on the host, to which another engine, or optimizer with "
+        "release_gradients=True, of the same parameter took it, and this optimizer, in the default mode, steps those "
+        f"in .grad; {_KEEP_ONE}"
     )
 
 
