@@ -91,6 +91,11 @@ class Shape:
     def adamw_lines(self) -> int:
         return sum(self.texts[file].count("\n") for file in self.imported("longshore.optim.rules.adam"))
 
+    def seam_names(self) -> int:
+        """Names that the seam offers to type checkers, which are those that it has."""
+        nodes = ast.walk(ast.parse(self.texts.get("seam.py", "")))
+        return sum(len(node.names) for node in nodes if isinstance(node, ast.ImportFrom) and node.col_offset > 0)
+
     def private_reaches(self) -> int:
         return self._hits(r"\._core\b", lambda file: room_of(file) != "optim")
 
@@ -151,6 +156,7 @@ MEASURES: dict[str, tuple[Callable[[Shape], int], int | None]] = {
     f"functions of over {LONGEST_FUNCTION} lines": (Shape.long_functions, 0),
     "files that longshore.AdamW imports": (Shape.adamw_files, 35),
     "lines that longshore.AdamW imports": (Shape.adamw_lines, 8_500),
+    "names in longshore/seam.py": (Shape.seam_names, 60),
     "._core outside of optim/": (Shape.private_reaches, 0),
     "isinstance on our own policies": (Shape.policies_asked, 6),
     "other projects' names in rooms of the core": (Shape.other_projects, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,22 +13,31 @@ from pathlib import Path
 
 import pytest
 
+import longshore
+from longshore import seam
+
 SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 
 LEVELS = [
-    {"errors", "accelerator", "byte_sizes", "deprecation", "layout", "machine", "torch_versions", "units"},
+    {"errors", "accelerator", "byte_sizes", "deprecation", "layout", "lazily", "machine", "torch_versions", "units"},
     {"kernels", "transfer"},
     {"tiles", "activations"},
     {"optim", "streaming"},
     {"sharding"},
     {"checkpoint"},
     {"engine"},
-    {"checkpointing", "utils", "tracing", "report"},
+    {"checkpointing", "utils"},
+    {"seam"},
+    {"tracing", "report"},
     {"plan"},
     {"integrations", "compat"},
     {"cli"},
 ]
 """Left to right. A room may import itself and what is to its left, but not its neighbour on the same level."""
+
+OUTER = {"compat", "integrations", "plan", "report", "tracing", "cli"}
+PUBLIC = ("longshore", "longshore.checkpointing", "longshore.engine.config", "longshore.utils")
+"""Modules from which users import; scripts/docs/public_api.py lists their names."""
 
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -82,7 +92,7 @@ def wrong_imports(room: str, tree: ast.AST) -> list[str]:
         if target in LEVEL_OF:
             if LEVEL_OF[target] >= LEVEL_OF[room]:
                 wrong.append(name)
-        elif room not in LEVELS[-1] | LEVELS[-2]:
+        elif room not in OUTER:
             wrong.append(f"{name} (the public face, which imports the rooms)")
     return wrong
 
@@ -115,6 +125,68 @@ def test_imports_run_one_way(file: Path) -> None:
 )
 def test_the_rule_itself(room: str, source: str, allowed: bool) -> None:
     assert (wrong_imports(room, ast.parse(source)) == []) is allowed
+
+
+def past_the_seam(tree: ast.AST) -> list[str]:
+    """Names of the core that are imported from elsewhere than the seam, and are not public."""
+    wrong = []
+    for name, node in imports_of(tree):
+        parts = name.split(".")
+        if parts[0] != "longshore" or (len(parts) > 1 and parts[1] in OUTER | {"seam"}) or name in PUBLIC:
+            continue
+        module, _, attribute = name.rpartition(".")
+        public = isinstance(node, ast.ImportFrom) and module in PUBLIC
+        if not public or attribute not in importlib.import_module(module).__all__:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in OUTER], ids=identity)
+def test_doors_and_tools_know_the_core_by_public_names_and_the_seam(file: Path) -> None:
+    assert past_the_seam(parsed(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("from longshore import AdamW, utils", []),
+        ("import longshore", []),
+        ("from longshore.engine.config import Config", []),
+        ("from longshore.seam import TiledOptimizer", []),
+        ("from longshore.cli.settings import DTYPES", []),
+        ("from longshore import machine", ["longshore.machine"]),
+        ("from longshore.optim import AdamW", ["longshore.optim.AdamW"]),
+        ("def f():\n    from longshore.tiles.store import TileStore", ["longshore.tiles.store.TileStore"]),
+        ("import longshore.optim.rules", ["longshore.optim.rules"]),
+        ("from longshore.engine.config import load", ["longshore.engine.config.load"]),
+    ],
+)
+def test_the_rule_of_the_seam_itself(source: str, wrong: list[str]) -> None:
+    assert past_the_seam(ast.parse(source)) == wrong
+
+
+def test_the_seam_has_what_doors_and_tools_import_and_type_checkers_see_the_same() -> None:
+    used = {
+        name.removeprefix("longshore.seam.")
+        for file in FILES
+        if room_of(file) in OUTER
+        for name, _ in imports_of(parsed(file))
+        if name.startswith("longshore.seam.")
+    }
+    offered = {f"{home}.{name}" for home, names in seam.HOMES.items() for name in names.split()}
+    assert {name.rpartition(".")[2] for name in offered} == used
+    (typed,) = (each for each in parsed(SOURCE / "seam.py").body if isinstance(each, ast.If) and each.orelse == []
+                and isinstance(each.test, ast.Name))  # fmt: skip
+    assert {name for name, _ in imports_of(typed)} == offered
+    for name in used:
+        assert getattr(seam, name) is not None
+    with pytest.raises(AttributeError, match=r"'longshore\.seam' has no attribute 'lost'"):
+        _ = seam.lost  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) not in OUTER], ids=identity)
+def test_the_core_does_not_import_its_seam(file: Path) -> None:
+    assert not {name for name in names_of(parsed(file)) if name.startswith("longshore.seam")}
 
 
 def test_the_public_face_imports_neither_the_command_line_nor_other_peoples_shapes() -> None:
@@ -205,6 +277,8 @@ def test_no_module_imports_itself_by_way_of_another() -> None:
     for file in FILES:
         for name, _ in imports_of(parsed(file)):
             found = name if name in modules else name.rpartition(".")[0]
+            if found == "longshore":  # which imports its names when they are used
+                found = longshore._HOME_OF.get(name.rpartition(".")[2], found)
             if found in modules and found != "longshore.kernels":  # the package has the native module, too
                 sorter.add(module_of(file), found)
     sorter.prepare()  # raises CycleError, which names the modules

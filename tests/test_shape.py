@@ -47,6 +47,8 @@ FIELDS = "class A:\n    def f(self):\n" + "".join(f"        self.a{at} = 1\n" fo
         ("optim/a.py", "x = 1\n" * 700, {}),
         ("optim/a.py", LONG, {"functions of over 60 lines": 1}),
         ("optim/a.py", LONG.replace("    x = 1\n", "", 1), {}),
+        ("seam.py", "from x import y\nif z:\n    from a import b as b\n    from a import c as c\n",
+         {"names in longshore/seam.py": 2}),
         ("engine/a.py", "x._core.y\nx._core\nx._cores\n", {"._core outside of optim/": 2}),
         ("optim/a.py", "x._core.y\n", {}),
         ("cli/a.py", "isinstance(x, TileStore)\nisinstance(x, (Offload, int))\nisinstance(x, int)\n",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from longshore.lazily import lazily
+
 if TYPE_CHECKING:
     from longshore import checkpointing as checkpointing
     from longshore import utils as utils
@@ -72,6 +74,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+_find = lazily(globals(), _HOMES)
+
 if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
 
     def __getattr__(name: str) -> Any:
@@ -87,9 +91,7 @@ if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
                 raise ImportError(str(error))
         if _HOME_OF[name] == "longshore.optim":
             importlib.import_module("longshore.sharding.presence")  # which learns of optimizers that are made
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-        globals()[name] = value
-        return value
+        return _find(name)
 
 
 def __dir__() -> list[str]:

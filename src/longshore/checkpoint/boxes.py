@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longshore.checkpoint.files import (
     DTYPE_NAMES,
-    DTYPES,
+    SAVED_DTYPES,
     TensorFile,
     TensorHead,
     WrittenFile,
@@ -296,7 +296,7 @@ class BoxReader:
             raise CheckpointError(f"{where} has no {source.tensor}, which {METADATA} names")
         found = handle.get_slice(source.tensor)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
-        if (shape, DTYPES.get(dtype)) != (source.box.sizes, about.dtype):
+        if (shape, SAVED_DTYPES.get(dtype)) != (source.box.sizes, about.dtype):
             raise CheckpointError(f"{where}: {source.tensor} is {dtype} {list(shape)}, and {METADATA} says otherwise")
         return found
 
@@ -306,7 +306,7 @@ def parsed_metadata(content: Any, where: str) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name, about in checked_entry(content, "tensors", dict, where).items():
         at = f"{where}: {name}"
-        dtype = DTYPES.get(checked_entry(about, "dtype", str, at))
+        dtype = SAVED_DTYPES.get(checked_entry(about, "dtype", str, at))
         if dtype is None:
             raise CheckpointError(f"{at} has the dtype {about['dtype']!r}, which safetensors does not have")
         shape = _numbers(about, "shape", at)

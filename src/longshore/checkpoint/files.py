@@ -41,7 +41,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in the safetensors format."""
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+SAVED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 _MOST_JSON_BYTES = 1 << 31

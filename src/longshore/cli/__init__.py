@@ -103,7 +103,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         said, commands = error.format_message().rstrip("."), _commands_of(error)  # pyright: ignore
         hint = f"the commands are {', '.join(commands)}" if commands else "see longshore --help"
         return f"{said} ({hint})", getattr(error, "exit_code", 2)
-    from longshore.errors import LongshoreError
+    from longshore import LongshoreError
 
     if isinstance(error, LongshoreError):
         return str(error), 1

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from longshore.byte_sizes import format_byte_size, parse_byte_size
 from longshore.cli.output import CHECKPOINTS, RUN
 from longshore.cli.settings import DTYPES
 from longshore.cli.terminal import SettingsError, make_console, plural, print_lines, warn, warnings_as_lines
+from longshore.seam import format_byte_size, parse_byte_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longshore.checkpoint.inspection import CheckpointSummary, Inspection
+    from longshore.seam import CheckpointSummary, Inspection
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one.")]
 _Tag = Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")]
@@ -46,8 +46,8 @@ def export(
         raise SettingsError(f"--max-shard-size: {error}") from error
     if dtype is not None and dtype not in DTYPES:
         raise SettingsError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    from longshore.checkpoint.export import export as write
-    from longshore.engine import precision
+    from longshore.seam import export as write
+    from longshore.seam import precision
 
     console = make_console()
     with _bar(console) as progress, warnings_as_lines():
@@ -81,7 +81,7 @@ def inspect(
 
     The exit code is 1 if none is complete.
     """
-    from longshore.checkpoint.inspection import inspect as look
+    from longshore.seam import inspect as look
 
     try:
         found = look(_folder_of(checkpoint), tag, verify)
@@ -103,7 +103,7 @@ def import_deepspeed(
 
     It does not need DeepSpeed, and executes nothing that the files name.
     """
-    from longshore.checkpoint.deepspeed import import_deepspeed as write
+    from longshore.seam import import_deepspeed as write
 
     with warnings_as_lines():
         try:

@@ -12,13 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longshore import Config, ConfigError
 from longshore.cli.settings import MUON_RATES, EngineSettings, TrainSettings
 from longshore.cli.terminal import SettingsError
-from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
-from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle
-from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
-from longshore.engine.config.reading import Reading, read_file
-from longshore.engine.ranks import expected_world_size
+from longshore.engine.config import LoadedConfig, LossScaling, Problem, load_config
+from longshore.seam import (
+    DEEPSPEED,
+    ArgumentValue,
+    BatchNumbers,
+    Names,
+    Reading,
+    contradictions,
+    expected_world_size,
+    put,
+    read_file,
+    resolve,
+    settle,
+)
 
 MUON_PARAMS = {"ns_method": "standard", "betas": [0.9, 0.999], "eps": 1e-8, **MUON_RATES}
 """Parameters in a file for what ``train`` does without an engine."""

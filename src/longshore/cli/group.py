@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from longshore import RankError
 from longshore.cli.terminal import CommandError, SharedError, StopNow
-from longshore.engine.ranks import join
-from longshore.errors import RankError
-from longshore.sharding.presence import presence, words
-from longshore.sharding.twin_groups import twin_of
-from longshore.sharding.waiting import finish, gather_objects
+from longshore.seam import finish, gather_objects, join, presence, twin_of, words
 
 T = TypeVar("T")
 

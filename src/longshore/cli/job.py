@@ -16,8 +16,6 @@ from rich.table import Table
 from torch import nn
 
 import longshore
-from longshore.accelerator import accelerator_type
-from longshore.byte_sizes import format_byte_size
 from longshore.cli import model, terminal
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
 from longshore.cli.engine_settings import with_engine
@@ -28,6 +26,7 @@ from longshore.cli.pictures import Series, load_figure, loss_curves
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes
+from longshore.seam import accelerator_type, format_byte_size
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 import typer
 
-from longshore import machine
 from longshore.cli.terminal import CommandError, SettingsError, print_lines, warn
-from longshore.machine.binding import RankBinding, RankDevice, binding_wanted, plan_ranks, unbound
+from longshore.seam import RankBinding, RankDevice, binding_wanted, machine, plan_ranks, unbound
 
 RAW_ARGUMENTS: dict[str, Any] = {
     "ignore_unknown_options": True,
@@ -134,7 +133,7 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
     from torch.distributed.elastic.utils.api import macros
     from torch.distributed.run import run
 
-    from longshore.machine import start
+    from longshore.seam import start
 
     # Otherwise torchrun sets the variable to 1, and prints that; each rank sets its own value.
     os.environ.setdefault("OMP_NUM_THREADS", str(bindings[0].torch_threads))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from longshore.byte_sizes import format_byte_size
 from longshore.cli.data import Sequences, TokenBatch
 from longshore.cli.group import RunGroup
 from longshore.cli.output import RunFolder, check_writable, save_file
 from longshore.cli.settings import LoopSettings, OptimizerSettings
 from longshore.cli.steppers import MemoryUse, TrainStepper
 from longshore.cli.terminal import SettingsError, SharedError, plural, quantity
+from longshore.seam import format_byte_size
 from longshore.tracing import Trace
 
 _OPTION = "--trace"

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from longshore import Init
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
 from longshore.cli.terminal import CommandError, import_extra, one_line
-from longshore.engine import Init
-from longshore.engine.precision import DTYPES
-from longshore.optim.shards import is_sharded
+from longshore.seam import DTYPES, is_sharded
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -112,7 +112,7 @@ class RunFolder:
                     f"free some, or choose another folder"
                 )
             if not self.resumes:
-                from longshore.checkpoint.folder import remove_all  # imports torch, and --help need not wait for it
+                from longshore.seam import remove_all  # imports torch, and --help need not wait for it
 
                 remove_all(self.path / CHECKPOINTS)
                 for name in _OURS:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from longshore.byte_sizes import parse_byte_size
 from longshore.cli.options import CommandLine, CommandSettings, Option, takes
 from longshore.cli.output import entries_of
 from longshore.cli.pictures import load_figure
 from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, STATES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
 from longshore.cli.terminal import CommandError, SettingsError, make_console, one_line, print_lines
 from longshore.plan.quantities import parse_flops, parse_rate
+from longshore.seam import parse_byte_size
 
 if TYPE_CHECKING:
     from longshore.plan.job import Job, PlanChoice, PlannedModel
@@ -72,8 +72,8 @@ _USUAL = OptimizerChoice("AdamW")
 
 
 def _parse_optimizer(text: str) -> OptimizerChoice:
-    from longshore.engine.wording import did_you_mean
     from longshore.plan.job import OPTIMIZERS
+    from longshore.seam import did_you_mean
 
     if text.endswith(".json"):
         return _optimizer_of_file(text)
@@ -86,7 +86,8 @@ def _parse_optimizer(text: str) -> OptimizerChoice:
 def _optimizer_of_file(file: str) -> OptimizerChoice:
     """Return the optimizer that a configuration names, with the format of its states; what is "auto" there has its
     default."""
-    from longshore.engine.config.load import load_config, read_config
+    from longshore.engine.config import load_config
+    from longshore.seam import read_config
 
     try:
         _, content = read_config(file)
@@ -154,8 +155,8 @@ class PlanSettings(CommandSettings):
     out: Annotated[Path | None, _output("Folder for plan.json, plan.png and ds_config.json.")] = None
 
     def job(self) -> Job:
-        from longshore.engine.precision import DTYPES
         from longshore.plan.job import Job
+        from longshore.seam import DTYPES
 
         names = ("batch_size", "seq_len", "accumulation", "tile_numel")
         same = {name: getattr(self, name) for name in names}
@@ -226,7 +227,7 @@ def plan(line: CommandLine, model: Annotated[str | None, typer.Argument(help=_MO
 
 
 def _check_streams(settings: PlanSettings) -> None:
-    from longshore.accelerator import accelerator_type
+    from longshore.seam import accelerator_type
 
     if settings.stream and accelerator_type() is None:
         raise SettingsError(
@@ -305,7 +306,7 @@ def _read_config(file: Path, name: str) -> PlannedModel:
     import torch
 
     from longshore.cli.model import load_transformers
-    from longshore.engine.wording import did_you_mean
+    from longshore.seam import did_you_mean
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -353,9 +354,9 @@ def _plan_of(model: Any, name: str) -> PlannedModel:
 
 def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
     """Print the plan, and write it to ``--out``, if it is given, with a picture that matplotlib's ``figure`` draws."""
-    from longshore.checkpoint.files import replace_file
     from longshore.plan import page
     from longshore.plan.picture import picture
+    from longshore.seam import replace_file
 
     content, out = page.values(plan), settings.out
     configuration = json.dumps(content["configuration"], indent=2)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic_core import to_jsonable_python
 
-from longshore.byte_sizes import format_byte_size
 from longshore.cli.terminal import make_console, print_lines, quantity
-from longshore.layout import default_tile_numel
+from longshore.seam import default_tile_numel, format_byte_size
 
 if TYPE_CHECKING:
     from longshore.report import Figures, Finding, Machine

@@ -14,14 +14,14 @@ import torch
 from pydantic_core import to_jsonable_python
 from torch import nn
 
+from longshore import CheckpointError
 from longshore.cli.data import Corpus, TextDocuments
 from longshore.cli.model import count_parameters
 from longshore.cli.output import CHECKPOINTS
 from longshore.cli.settings import DECAYING, TrainSettings
 from longshore.cli.steppers import TrainStepper
 from longshore.cli.terminal import USAGE, CommandError, one_line, warn, warnings_as_lines
-from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK, order_of_sums
-from longshore.errors import CheckpointError
+from longshore.seam import BETWEEN_RANKS, OF_EACH_RANK, order_of_sums
 
 _OPTIMIZER = ("lr", "schedule", "warmup", "weight_decay", "clip")
 _LOOP = ("seq_len", "batch_size", "seed")

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from longshore.byte_sizes import parse_memory_budget
 from longshore.cli.options import CommandSettings, Option
 from longshore.cli.terminal import CommandError, SettingsError, os_reason
+from longshore.seam import parse_memory_budget
 
 if TYPE_CHECKING:  # it imports torch
-    from longshore.engine import Config
+    from longshore import Config
 
 NUMEL_MULTIPLE = 16
 """Every parameter's size is a multiple of this, since torch's fused CPU AdamW rounds the last ``numel % 16`` elements

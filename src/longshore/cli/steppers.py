@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import longshore
+from longshore import NoCheckpointError
 from longshore.cli.settings import MUON_RATES, EngineSettings, OptimizerSettings
-from longshore.engine.random_states import random_states, restore_random_states
-from longshore.errors import NoCheckpointError
-from longshore.optim.shards import held_part
-from longshore.torch_versions import require
+from longshore.seam import held_part, random_states, require, restore_random_states
 
 _KEPT = 2  # checkpoints of a run
 

@@ -71,7 +71,7 @@ def launched_rank() -> LaunchedRank:
     """
     if not any(name in os.environ for name in _RANK_NAMES):
         return ALONE
-    from longshore.engine.launch import detect  # only now, since it imports torch
+    from longshore.seam import detect  # only now, since it imports torch
 
     try:
         launch = detect(os.environ)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longshore.errors import LongshoreError
+from longshore import LongshoreError
 
 NAME = "deepspeed"
 VERSION = "0.19.0+longshore"

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import PrivateAttr
 
-from longshore.engine import Config
+from longshore import Config
 
 
 class FileConfig(Config):

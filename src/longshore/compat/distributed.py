@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from longshore import engine as own
-from longshore.engine.ranks import DEFAULT_TIMEOUT, join
+from longshore.seam import DEFAULT_TIMEOUT, join
+from longshore.seam import engine as own
 
 
 def init_distributed(

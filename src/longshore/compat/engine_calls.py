@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from longshore import Engine, LongshoreError, NoCheckpointError
 from longshore.compat.configuration import FileConfig
 from longshore.compat.stage3_names import ParameterOffload, number, show_status
-from longshore.engine import Engine
-from longshore.errors import LongshoreError, NoCheckpointError
 
 
 class CallError(LongshoreError, AssertionError):

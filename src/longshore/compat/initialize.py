@@ -11,16 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from longshore import engine as own
+from longshore import Config, ConfigError, LongshoreError
 from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
 from longshore.compat.engine_calls import answer_as_deepspeed, refuse_leaves_without_gradients
 from longshore.compat.zero import note_leaves, policy_for
-from longshore.engine import Config, ConfigError
-from longshore.engine.config.load import read_config
-from longshore.engine.kept import GivenConfig
-from longshore.engine.setup import Initialized
-from longshore.errors import LongshoreError
+from longshore.seam import GivenConfig, Initialized, read_config
+from longshore.seam import engine as own
 
 
 def initialize(

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from longshore import checkpointing
+from longshore import ConfigError, Engine, add_config_arguments, checkpointing
 from longshore import utils as access
 from longshore.compat import constructors, distributed, initialize, offload_config, optimizers, utils, zero
 from longshore.compat.absent import VERSION
 from longshore.compat.stage3_names import ZeroParamStatus
-from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
-from longshore.engine.data import TrainingLoader
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.seam import TiledOptimizer, TrainingLoader, schedules
 
 _MAJOR, _MINOR, _PATCH = map(int, VERSION.partition("+")[0].split("."))
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from longshore.optim import Adagrad, Adam, Lion
-from longshore.optim.other_name import IN_PLACE_OF
-from longshore.optim.other_words import is_accelerates_mapping
-from longshore.optim.own_step import check_no_own_step, steps_as
+from longshore import Adagrad, Adam, Lion
+from longshore.seam import IN_PLACE_OF, check_no_own_step, is_accelerates_mapping, steps_as
 
 
 class _TorchStep:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longshore.engine.creation import Unplaced, unplaced
-from longshore.engine.gathering import comes_in_shards
-from longshore.optim.shards import is_sharded, present
+from longshore.seam import Unplaced, comes_in_shards, is_sharded, present, unplaced
 
 
 class ZeroParamStatus(Enum):
@@ -30,7 +28,7 @@ def _parameter_of(tensor: Tensor) -> Tensor | None:
     whatever handle of it is given, or one that ``zero.Init`` made; None for other tensors."""
     if comes_in_shards(tensor):
         # Imported here: it imports torch's FSDP2, which has been imported if there are shards.
-        from longshore.sharding.fsdp import sharded_of
+        from longshore.seam import sharded_of
 
         return sharded_of(tensor)
     return None if unplaced(tensor) is None else tensor

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longshore.byte_sizes import parse_byte_size
 from longshore.compat.absent import attribute_error
+from longshore.seam import parse_byte_size
 from longshore.utils import safe_get_full_grad, safe_set_full_grad
 
 _GIB = 2**30
@@ -264,7 +264,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
         ValueError: ``lazy_mode`` is set, or there is no tag.
     """
-    from longshore.checkpoint.export import whole_state_dict
+    from longshore.seam import whole_state_dict
 
     if lazy_mode:
         raise ValueError(
@@ -305,8 +305,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         ValueError: ``max_shard_size`` is not a valid size.
     """
-    from longshore.checkpoint.export import export
-    from longshore.engine.deepspeed_names import save_weights
+    from longshore.seam import export, save_weights
 
     try:
         max_bytes = 1 << 62 if max_shard_size is None else parse_byte_size(max_shard_size)

@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longshore import Config, Init, gather
 from longshore.compat.distributed import init_distributed
 from longshore.compat.stage3_names import show_status
-from longshore.engine import Config, Init
-from longshore.engine.config.values import kind_in
-from longshore.engine.gathering import gather
-from longshore.engine.model_sharding import named_leaves
-from longshore.units import units_with_leaves
+from longshore.seam import kind_in, named_leaves, units_with_leaves
 
 
 class _Reusable(AbstractContextManager[Any]):

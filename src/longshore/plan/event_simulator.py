@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from longshore.tiles.events import Row, Track, Which
+from longshore.seam import Row, Track, Which
 
 
 class Span(NamedTuple):

@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-import longshore.optim.rules  # noqa: F401  this import registers every rule
-from longshore.byte_sizes import format_byte_size
-from longshore.engine.config import load_config
-from longshore.engine.config.optimizers import ENCODABLE, MuonConfig, OptimizerConfig, check_encodable
-from longshore.kernels import StateFormat, parse_state_format
-from longshore.layout import MatrixLayout
-from longshore.optim.rule_optimizer import OPTIMIZERS
+from longshore.engine.config import OptimizerConfig, load_config
+from longshore.seam import (
+    ENCODABLE,
+    OPTIMIZERS,
+    MatrixLayout,
+    MuonConfig,
+    StateFormat,
+    check_encodable,
+    format_byte_size,
+    parse_state_format,
+)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.kernels import StateFormat
-from longshore.layout import TileCount, count_tiles, default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.matrices import (
     MATRIX_ARRAYS,
@@ -19,9 +17,18 @@ from longshore.plan.matrices import (
     laid_out_order,
     matrices_of,
 )
-from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
-from longshore.sharding.reduction import ReductionSettings
-from longshore.tiles.backend import kept_on_device
+from longshore.seam import (
+    ReductionSettings,
+    StateFormat,
+    TileCount,
+    chunk,
+    count_tiles,
+    default_tile_numel,
+    fill_buckets,
+    kept_on_device,
+    shard_numel_of,
+    shard_parts,
+)
 
 _MOST_RANGES = 50_000
 """At stage 0 every rank steps the ranges of all shards; beyond this number, padding between them is not counted."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.engine.wording import did_you_mean
+from longshore.seam import did_you_mean
 
 
 class Work(NamedTuple):

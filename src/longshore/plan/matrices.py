@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from longshore.engine.config.optimizers import MuonConfig
-from longshore.engine.muon import muon_groups_of
-from longshore.optim.rules.muon import MuonFamily, MuonRule
 from longshore.plan.job import Job, PlannedModel, Use
 from longshore.plan.machine import PeakCompute, PlanMachine
-from longshore.sharding.matrices import batched, owners_of
-from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, Matrix, reserved_bytes
+from longshore.seam import (
+    MATRICES_UNDER_WAY,
+    Matrix,
+    MuonConfig,
+    MuonFamily,
+    MuonRule,
+    batched,
+    muon_groups_of,
+    owners_of,
+    reserved_bytes,
+)
 
 MATRIX_ARRAYS = 2
 """Float32 arrays of a matrix: the master weights and the momentum."""

@@ -19,15 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longshore.engine.config.optimizers import MuonConfig
-from longshore.kernels import HostKernels, newton_schulz
-from longshore.machine import available_bytes, usable_cpus
 from longshore.plan.job import Job
 from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, MeasuredCompute, PlanMachine
 from longshore.plan.matrices import newton_schulz_operations
 from longshore.report import Figures, Machine, measure, read_machine
-from longshore.sharding.ownership import slices
-from longshore.sharding.reduction import SLICE_NUMEL, add_up
+from longshore.seam import (
+    SLICE_NUMEL,
+    HostKernels,
+    MuonConfig,
+    add_up,
+    available_bytes,
+    newton_schulz,
+    slices,
+    usable_cpus,
+)
 
 Note = Callable[[str], None]
 

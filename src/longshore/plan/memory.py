@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from longshore.plan.job import Job, PlannedModel, by_unit, parameter_bytes
 from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.matrices import staging_bytes, transforming_bytes
-from longshore.sharding.reduction import DEVICE_SLICE_NUMEL
-from longshore.tiles.arrivals import LANDING_SLOTS
-from longshore.tiles.bets import speculation_budget
-from longshore.tiles.events import PIPELINE_DEPTH
-from longshore.tiles.memory import padded_bytes
+from longshore.seam import DEVICE_SLICE_NUMEL, LANDING_SLOTS, PIPELINE_DEPTH, padded_bytes, speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28

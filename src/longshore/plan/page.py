@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from longshore.byte_sizes import format_byte_size
-from longshore.kernels import StateFormat
 from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
+from longshore.seam import StateFormat, format_byte_size
 
 _SHOWN_SHARE = 0.005
 """Waits of forward and backward are told from this share of a step on."""

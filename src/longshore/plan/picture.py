@@ -6,10 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from longshore.byte_sizes import format_byte_size
 from longshore.plan.planner import Plan
 from longshore.plan.simulation import FORWARD, GATHER, GATHER_TO_USE, REDUCE
-from longshore.tiles.events import ADD, ARRIVE, MEASURE, SCHEDULE, Track
+from longshore.seam import ADD, ARRIVE, MEASURE, SCHEDULE, Track, format_byte_size
 
 _MOST_BARS = 4000
 _KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations", "other")

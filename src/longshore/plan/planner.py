@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from longshore.byte_sizes import format_byte_size
-from longshore.errors import LongshoreError
-from longshore.kernels import SUPPORTED_DTYPES
+from longshore import LongshoreError
 from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
 from longshore.plan.matrices import divided, notes_of
 from longshore.plan.memory import PlannedBytes, count_bytes
 from longshore.plan.simulation import Simulation, simulate
+from longshore.seam import SUPPORTED_DTYPES, format_byte_size
 
 DEVICE_SHARE = 0.94
 """Share of a device's memory that a plan may use; the driver, libraries and fragmentation take the rest."""

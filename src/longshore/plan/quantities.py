@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from longshore.byte_sizes import parse_scaled
+from longshore.seam import parse_scaled
 
 
 def parse_rate(text: str) -> float:

@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.files import DTYPES
-from longshore.engine import Init
-from longshore.engine.wording import did_you_mean
-from longshore.optim.parameters import is_lazy
+from longshore import Init
 from longshore.plan.job import PlannedModel, PlannedParameter, Use
-from longshore.streaming.checks import module_that_cannot
-from longshore.units import units_of
+from longshore.seam import SAVED_DTYPES, did_you_mean, is_lazy, module_that_cannot, units_of
 
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
 
@@ -238,9 +234,9 @@ def _tensors(file: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     for name, entry in header.items():
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
         valid = isinstance(shape, list) and all(type(each) is int and each >= 0 for each in shape)
-        if not valid or str(entry.get("dtype")) not in DTYPES:
+        if not valid or str(entry.get("dtype")) not in SAVED_DTYPES:
             raise ValueError(f"{file}: tensor {name} has no valid shape and dtype: {str(entry)[:80]}")
-        found[name] = DTYPES[entry["dtype"]], tuple(shape)
+        found[name] = SAVED_DTYPES[entry["dtype"]], tuple(shape)
     return found
 
 

@@ -15,18 +15,21 @@ from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
 from longshore.plan.workload import MatrixJob, ModelSegment, TileJob, matrix_jobs, segments_of, tile_jobs
-from longshore.sharding.ownership import DEVICE_GATHER_NUMEL, GATHER_NUMEL
-from longshore.sharding.reduction import DEVICE_SLICE_NUMEL, SLICE_NUMEL
-from longshore.tiles.events import (
+from longshore.seam import (
     ADD,
     ARRIVE,
     COPY_TO_HOST,
+    DEVICE_GATHER_NUMEL,
+    DEVICE_SLICE_NUMEL,
     FETCH,
+    GATHER_NUMEL,
+    MATRICES_UNDER_WAY,
     MEASURE,
     NORM,
     PIPELINE_DEPTH,
     PUBLISH,
     SCHEDULE,
+    SLICE_NUMEL,
     STEP_AHEAD,
     STEP_IN_PLACE,
     TRANSFORM,
@@ -36,7 +39,6 @@ from longshore.tiles.events import (
     Which,
     commit_moves,
 )
-from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY
 
 REDUCE = "reduce"
 """The reduction of one bucket; every tile with a range of that bucket waits for it."""

@@ -20,11 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore import machine
-from longshore.kernels import HostKernels, TileSegment, usable_cpus
-from longshore.machine import text_of
-from longshore.optim.rules.adam import AdamRule
-from longshore.tiles.memory import allocate_zeros
+from longshore.seam import AdamRule, HostKernels, TileSegment, allocate_zeros, machine, text_of, usable_cpus
 
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "deepspeed", "torchao", "triton")
 _ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from longshore.byte_sizes import format_byte_size
 from longshore.report.facts import Figures, Machine
+from longshore.seam import format_byte_size
 
 _LEAST_BYTES = 1 << 30
 """Least shared memory, and least memory that may be locked, that are not a finding."""

@@ -8,11 +8,23 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from longshore.accelerator import DeviceClock, Mark
-from longshore.kernels import Buffer, TileSegment, element_bytes
-from longshore.tiles import Recorder
-from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH, TRANSFORM, WAIT
-from longshore.transfer import CopyHandle, FinishedCopy
+from longshore.seam import (
+    ARRIVE,
+    COPY_TO_HOST,
+    DISCARD,
+    NORM,
+    PUBLISH,
+    TRANSFORM,
+    WAIT,
+    Buffer,
+    CopyHandle,
+    DeviceClock,
+    FinishedCopy,
+    Mark,
+    Recorder,
+    TileSegment,
+    element_bytes,
+)
 
 BACKWARD = "backward"
 """Event from the first gradient of an accumulation window to the call of ``step()``."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from longshore.tiles import events as tile_events
+from longshore.seam import events as tile_events
 from longshore.tracing.events import BACKWARD, STEP, STEP_TRACK, Event, exposed_spans
 
 _TRACK_PX = 32

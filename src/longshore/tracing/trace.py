@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from longshore.accelerator import DeviceClock
-from longshore.checkpoint.files import replace_file
-from longshore.errors import LongshoreError
-from longshore.optim.other_name import stands_for
-from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.streaming import Stream, streams_of
-from longshore.tiles import Ranges, Recorder
-from longshore.tiles.events import (
+from longshore import LongshoreError, Stream
+from longshore.seam import (
     COPY_TO_HOST,
     DROPPED,
     FETCH,
@@ -31,6 +25,13 @@ from longshore.tiles.events import (
     STEP_IN_PLACE,
     TRANSFORM,
     WAIT,
+    DeviceClock,
+    Ranges,
+    Recorder,
+    TiledOptimizer,
+    replace_file,
+    stands_for,
+    streams_of,
 )
 from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
 from longshore.tracing.export import chrome_events, html_page

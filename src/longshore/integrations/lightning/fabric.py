@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.engine import Config, Engine
-from longshore.engine.schedules import change_over
-from longshore.errors import LongshoreError
+from longshore import Config, Engine, LongshoreError
 from longshore.integrations.lightning.models import (
     ModelOnly,
     is_folder,
@@ -35,6 +33,7 @@ from longshore.integrations.lightning.names import (
 )
 from longshore.integrations.lightning.settings import BY_VALUE, EnginePrecision, LightningArguments, backward, clip
 from longshore.integrations.lightning.strategy import EngineStrategy
+from longshore.seam import change_over
 
 
 class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):

@@ -16,19 +16,22 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.checkpoint.one_line import load
-from longshore.engine import Engine, initialize
-from longshore.engine.config import Config, LoadedConfig
-from longshore.engine.model_sharding import is_fully_sharded, rest_device, shard_model, stream_model
-from longshore.engine.ranks import join
-from longshore.engine.weights import first_weights
-from longshore.errors import CheckpointError
-from longshore.optim.shards import is_sharded
-from longshore.optim.wrapped_names import counterparts
+from longshore import CheckpointError, Config, Engine, initialize, load
+from longshore.engine.config import LoadedConfig
+from longshore.seam import (
+    counterparts,
+    first_weights,
+    is_fully_sharded,
+    is_sharded,
+    join,
+    rest_device,
+    shard_model,
+    stream_model,
+)
 
 if TYPE_CHECKING:
-    from longshore.sharding.fsdp import FullyShardedModel
-    from longshore.streaming import Stream
+    from longshore import Stream
+    from longshore.seam import FullyShardedModel
 
 
 def make_engine(

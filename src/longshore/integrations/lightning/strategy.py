@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.engine import Config, Init
-from longshore.engine.ranks import DEFAULT_TIMEOUT
+from longshore import Config, Init, Offload
 from longshore.integrations.lightning.names import EmptyInit, backend_for, connect, rank_zero_only, reduced, reset_seed
 from longshore.integrations.lightning.settings import StrategySettings
-from longshore.optim import Offload
+from longshore.seam import DEFAULT_TIMEOUT
 
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
 """Arguments of both of Lightning's ``ParallelStrategy``; each has one more."""

@@ -14,11 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from longshore.engine import Config, Engine
+from longshore import CheckpointError, Config, Engine, LongshoreError
 from longshore.engine.config import LoadedConfig
-from longshore.engine.random_states import random_states, restore_random_states
-from longshore.engine.schedules import change_over
-from longshore.errors import CheckpointError, LongshoreError
 from longshore.integrations.lightning.models import (
     TAG,
     ModelOnly,
@@ -48,6 +45,7 @@ from longshore.integrations.lightning.names import (
 )
 from longshore.integrations.lightning.settings import BY_VALUE, LightningArguments, TrainerEnginePrecision
 from longshore.integrations.lightning.strategy import EngineStrategy
+from longshore.seam import change_over, random_states, restore_random_states
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 """Class names of Lightning's callbacks that average weights; not every version has both."""

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from longshore.engine import Engine
+from longshore import Engine
 
 
 class EngineAccelerator(Accelerator):

@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from longshore.engine.config import Config, ConfigError, SchedulerConfig, load_config
-from longshore.engine.config.agreement import ArgumentValue, contradictions, settle, settle_config
-from longshore.engine.config.load import read_config
-from longshore.engine.config.reading import Reading
+from longshore import Config, ConfigError
+from longshore.engine.config import SchedulerConfig, load_config
+from longshore.seam import ArgumentValue, Reading, contradictions, read_config, settle, settle_config
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "muon")
 _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

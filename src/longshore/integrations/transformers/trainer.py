@@ -18,14 +18,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
-from longshore.checkpoint.folder import WholeCheckpoint, is_checkpoint, read_latest
-from longshore.engine import Config, Engine, initialize
-from longshore.engine.schedules import make_schedule
-from longshore.errors import CheckpointError
+from longshore import CheckpointError, Config, Engine, Offload, initialize
 from longshore.integrations.transformers.accelerator import EngineAccelerator, EngineOptimizer
 from longshore.integrations.transformers.settings import TrainerSettings
-from longshore.optim import Offload
+from longshore.seam import WholeCheckpoint, check_not_deepspeeds, is_checkpoint, make_schedule, read_latest
 
 _TAG = "longshore"
 """Tag of the engine's checkpoint within the Trainer's ``checkpoint-N``."""

@@ -1,0 +1,250 @@
+"""Names that the core offers its doors and tools beside those that are public; they import nothing else of it.
+
+Doors (``compat``, ``integrations``) have others' words for our calls; tools (``plan``, ``report``, ``tracing``,
+``cli``) read and never step. A name here binds the core to its present form: scripts/shape.json holds their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longshore.lazily import lazily
+
+if TYPE_CHECKING:
+    from longshore import engine as engine
+    from longshore import machine as machine
+    from longshore.accelerator import DeviceClock as DeviceClock
+    from longshore.accelerator import Mark as Mark
+    from longshore.accelerator import accelerator_type as accelerator_type
+    from longshore.byte_sizes import format_byte_size as format_byte_size
+    from longshore.byte_sizes import parse_byte_size as parse_byte_size
+    from longshore.byte_sizes import parse_memory_budget as parse_memory_budget
+    from longshore.byte_sizes import parse_scaled as parse_scaled
+    from longshore.checkpoint.deepspeed import import_deepspeed as import_deepspeed
+    from longshore.checkpoint.deepspeed_files import check_not_deepspeeds as check_not_deepspeeds
+    from longshore.checkpoint.export import export as export
+    from longshore.checkpoint.export import whole_state_dict as whole_state_dict
+    from longshore.checkpoint.files import SAVED_DTYPES as SAVED_DTYPES
+    from longshore.checkpoint.files import replace_file as replace_file
+    from longshore.checkpoint.folder import WholeCheckpoint as WholeCheckpoint
+    from longshore.checkpoint.folder import is_checkpoint as is_checkpoint
+    from longshore.checkpoint.folder import read_latest as read_latest
+    from longshore.checkpoint.folder import remove_all as remove_all
+    from longshore.checkpoint.inspection import CheckpointSummary as CheckpointSummary
+    from longshore.checkpoint.inspection import Inspection as Inspection
+    from longshore.checkpoint.inspection import inspect as inspect
+    from longshore.engine import precision as precision
+    from longshore.engine import schedules as schedules
+    from longshore.engine.config.agreement import ArgumentValue as ArgumentValue
+    from longshore.engine.config.agreement import contradictions as contradictions
+    from longshore.engine.config.agreement import put as put
+    from longshore.engine.config.agreement import settle as settle
+    from longshore.engine.config.agreement import settle_config as settle_config
+    from longshore.engine.config.batch import DEEPSPEED as DEEPSPEED
+    from longshore.engine.config.batch import BatchNumbers as BatchNumbers
+    from longshore.engine.config.batch import Names as Names
+    from longshore.engine.config.batch import resolve as resolve
+    from longshore.engine.config.decisive import BETWEEN_RANKS as BETWEEN_RANKS
+    from longshore.engine.config.decisive import OF_EACH_RANK as OF_EACH_RANK
+    from longshore.engine.config.decisive import order_of_sums as order_of_sums
+    from longshore.engine.config.load import read_config as read_config
+    from longshore.engine.config.optimizers import ENCODABLE as ENCODABLE
+    from longshore.engine.config.optimizers import MuonConfig as MuonConfig
+    from longshore.engine.config.optimizers import check_encodable as check_encodable
+    from longshore.engine.config.reading import Reading as Reading
+    from longshore.engine.config.reading import read_file as read_file
+    from longshore.engine.config.values import kind_in as kind_in
+    from longshore.engine.creation import Unplaced as Unplaced
+    from longshore.engine.creation import unplaced as unplaced
+    from longshore.engine.data import TrainingLoader as TrainingLoader
+    from longshore.engine.deepspeed_names import save_weights as save_weights
+    from longshore.engine.gathering import comes_in_shards as comes_in_shards
+    from longshore.engine.kept import GivenConfig as GivenConfig
+    from longshore.engine.launch import detect as detect
+    from longshore.engine.model_sharding import is_fully_sharded as is_fully_sharded
+    from longshore.engine.model_sharding import named_leaves as named_leaves
+    from longshore.engine.model_sharding import rest_device as rest_device
+    from longshore.engine.model_sharding import shard_model as shard_model
+    from longshore.engine.model_sharding import stream_model as stream_model
+    from longshore.engine.muon import muon_groups_of as muon_groups_of
+    from longshore.engine.precision import DTYPES as DTYPES
+    from longshore.engine.random_states import random_states as random_states
+    from longshore.engine.random_states import restore_random_states as restore_random_states
+    from longshore.engine.ranks import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+    from longshore.engine.ranks import expected_world_size as expected_world_size
+    from longshore.engine.ranks import join as join
+    from longshore.engine.schedules import change_over as change_over
+    from longshore.engine.schedules import make_schedule as make_schedule
+    from longshore.engine.setup import Initialized as Initialized
+    from longshore.engine.weights import first_weights as first_weights
+    from longshore.engine.wording import did_you_mean as did_you_mean
+    from longshore.kernels import SUPPORTED_DTYPES as SUPPORTED_DTYPES
+    from longshore.kernels import Buffer as Buffer
+    from longshore.kernels import HostKernels as HostKernels
+    from longshore.kernels import StateFormat as StateFormat
+    from longshore.kernels import TileSegment as TileSegment
+    from longshore.kernels import element_bytes as element_bytes
+    from longshore.kernels import newton_schulz as newton_schulz
+    from longshore.kernels import parse_state_format as parse_state_format
+    from longshore.layout import MatrixLayout as MatrixLayout
+    from longshore.layout import TileCount as TileCount
+    from longshore.layout import count_tiles as count_tiles
+    from longshore.layout import default_tile_numel as default_tile_numel
+    from longshore.machine import available_bytes as available_bytes
+    from longshore.machine import start as start
+    from longshore.machine import text_of as text_of
+    from longshore.machine import usable_cpus as usable_cpus
+    from longshore.machine.binding import RankBinding as RankBinding
+    from longshore.machine.binding import RankDevice as RankDevice
+    from longshore.machine.binding import binding_wanted as binding_wanted
+    from longshore.machine.binding import plan_ranks as plan_ranks
+    from longshore.machine.binding import unbound as unbound
+    from longshore.optim.other_name import IN_PLACE_OF as IN_PLACE_OF
+    from longshore.optim.other_name import stands_for as stands_for
+    from longshore.optim.other_words import is_accelerates_mapping as is_accelerates_mapping
+    from longshore.optim.own_step import check_no_own_step as check_no_own_step
+    from longshore.optim.own_step import steps_as as steps_as
+    from longshore.optim.parameters import is_lazy as is_lazy
+    from longshore.optim.rule_optimizer import OPTIMIZERS as OPTIMIZERS
+    from longshore.optim.rules.adam import AdamRule as AdamRule
+    from longshore.optim.rules.muon import MuonFamily as MuonFamily
+    from longshore.optim.rules.muon import MuonRule as MuonRule
+    from longshore.optim.shards import held_part as held_part
+    from longshore.optim.shards import is_sharded as is_sharded
+    from longshore.optim.shards import present as present
+    from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
+    from longshore.optim.wrapped_names import counterparts as counterparts
+    from longshore.sharding.fsdp import FullyShardedModel as FullyShardedModel
+    from longshore.sharding.fsdp import sharded_of as sharded_of
+    from longshore.sharding.layout import chunk as chunk
+    from longshore.sharding.layout import fill_buckets as fill_buckets
+    from longshore.sharding.layout import shard_numel_of as shard_numel_of
+    from longshore.sharding.layout import shard_parts as shard_parts
+    from longshore.sharding.matrices import batched as batched
+    from longshore.sharding.matrices import owners_of as owners_of
+    from longshore.sharding.ownership import DEVICE_GATHER_NUMEL as DEVICE_GATHER_NUMEL
+    from longshore.sharding.ownership import GATHER_NUMEL as GATHER_NUMEL
+    from longshore.sharding.ownership import slices as slices
+    from longshore.sharding.presence import presence as presence
+    from longshore.sharding.presence import words as words
+    from longshore.sharding.reduction import DEVICE_SLICE_NUMEL as DEVICE_SLICE_NUMEL
+    from longshore.sharding.reduction import SLICE_NUMEL as SLICE_NUMEL
+    from longshore.sharding.reduction import ReductionSettings as ReductionSettings
+    from longshore.sharding.reduction import add_up as add_up
+    from longshore.sharding.twin_groups import twin_of as twin_of
+    from longshore.sharding.waiting import finish as finish
+    from longshore.sharding.waiting import gather_objects as gather_objects
+    from longshore.streaming import streams_of as streams_of
+    from longshore.streaming.checks import module_that_cannot as module_that_cannot
+    from longshore.tiles import Ranges as Ranges
+    from longshore.tiles import Recorder as Recorder
+    from longshore.tiles import events as events
+    from longshore.tiles.arrivals import LANDING_SLOTS as LANDING_SLOTS
+    from longshore.tiles.backend import kept_on_device as kept_on_device
+    from longshore.tiles.bets import speculation_budget as speculation_budget
+    from longshore.tiles.events import ADD as ADD
+    from longshore.tiles.events import ARRIVE as ARRIVE
+    from longshore.tiles.events import COPY_TO_HOST as COPY_TO_HOST
+    from longshore.tiles.events import DISCARD as DISCARD
+    from longshore.tiles.events import DROPPED as DROPPED
+    from longshore.tiles.events import FETCH as FETCH
+    from longshore.tiles.events import KEPT as KEPT
+    from longshore.tiles.events import MEASURE as MEASURE
+    from longshore.tiles.events import NORM as NORM
+    from longshore.tiles.events import PIPELINE_DEPTH as PIPELINE_DEPTH
+    from longshore.tiles.events import PUBLISH as PUBLISH
+    from longshore.tiles.events import REDONE as REDONE
+    from longshore.tiles.events import SCHEDULE as SCHEDULE
+    from longshore.tiles.events import STEP_AHEAD as STEP_AHEAD
+    from longshore.tiles.events import STEP_IN_PLACE as STEP_IN_PLACE
+    from longshore.tiles.events import TRANSFORM as TRANSFORM
+    from longshore.tiles.events import WAIT as WAIT
+    from longshore.tiles.events import Move as Move
+    from longshore.tiles.events import Row as Row
+    from longshore.tiles.events import Track as Track
+    from longshore.tiles.events import Which as Which
+    from longshore.tiles.events import commit_moves as commit_moves
+    from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY as MATRICES_UNDER_WAY
+    from longshore.tiles.matrix_exchange import Matrix as Matrix
+    from longshore.tiles.matrix_exchange import reserved_bytes as reserved_bytes
+    from longshore.tiles.memory import allocate_zeros as allocate_zeros
+    from longshore.tiles.memory import padded_bytes as padded_bytes
+    from longshore.torch_versions import require as require
+    from longshore.transfer import CopyHandle as CopyHandle
+    from longshore.transfer import FinishedCopy as FinishedCopy
+    from longshore.units import units_of as units_of
+    from longshore.units import units_with_leaves as units_with_leaves
+
+HOMES = {
+    "longshore": "engine machine",
+    "longshore.accelerator": "DeviceClock Mark accelerator_type",
+    "longshore.byte_sizes": "format_byte_size parse_byte_size parse_memory_budget parse_scaled",
+    "longshore.checkpoint.deepspeed": "import_deepspeed",
+    "longshore.checkpoint.deepspeed_files": "check_not_deepspeeds",
+    "longshore.checkpoint.export": "export whole_state_dict",
+    "longshore.checkpoint.files": "SAVED_DTYPES replace_file",
+    "longshore.checkpoint.folder": "WholeCheckpoint is_checkpoint read_latest remove_all",
+    "longshore.checkpoint.inspection": "CheckpointSummary Inspection inspect",
+    "longshore.engine": "precision schedules",
+    "longshore.engine.config.agreement": "ArgumentValue contradictions put settle settle_config",
+    "longshore.engine.config.batch": "BatchNumbers DEEPSPEED Names resolve",
+    "longshore.engine.config.decisive": "BETWEEN_RANKS OF_EACH_RANK order_of_sums",
+    "longshore.engine.config.load": "read_config",
+    "longshore.engine.config.optimizers": "ENCODABLE MuonConfig check_encodable",
+    "longshore.engine.config.reading": "Reading read_file",
+    "longshore.engine.config.values": "kind_in",
+    "longshore.engine.creation": "Unplaced unplaced",
+    "longshore.engine.data": "TrainingLoader",
+    "longshore.engine.deepspeed_names": "save_weights",
+    "longshore.engine.gathering": "comes_in_shards",
+    "longshore.engine.kept": "GivenConfig",
+    "longshore.engine.launch": "detect",
+    "longshore.engine.model_sharding": "is_fully_sharded named_leaves rest_device shard_model stream_model",
+    "longshore.engine.muon": "muon_groups_of",
+    "longshore.engine.precision": "DTYPES",
+    "longshore.engine.random_states": "random_states restore_random_states",
+    "longshore.engine.ranks": "DEFAULT_TIMEOUT expected_world_size join",
+    "longshore.engine.schedules": "change_over make_schedule",
+    "longshore.engine.setup": "Initialized",
+    "longshore.engine.weights": "first_weights",
+    "longshore.engine.wording": "did_you_mean",
+    "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES StateFormat TileSegment element_bytes newton_schulz "
+    "parse_state_format",
+    "longshore.layout": "MatrixLayout TileCount count_tiles default_tile_numel",
+    "longshore.machine": "available_bytes start text_of usable_cpus",
+    "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
+    "longshore.optim.other_name": "IN_PLACE_OF stands_for",
+    "longshore.optim.other_words": "is_accelerates_mapping",
+    "longshore.optim.own_step": "check_no_own_step steps_as",
+    "longshore.optim.parameters": "is_lazy",
+    "longshore.optim.rule_optimizer": "OPTIMIZERS",
+    "longshore.optim.rules.adam": "AdamRule",
+    "longshore.optim.rules.muon": "MuonFamily MuonRule",
+    "longshore.optim.shards": "held_part is_sharded present",
+    "longshore.optim.tiled_optimizer": "TiledOptimizer",
+    "longshore.optim.wrapped_names": "counterparts",
+    "longshore.sharding.fsdp": "FullyShardedModel sharded_of",
+    "longshore.sharding.layout": "chunk fill_buckets shard_numel_of shard_parts",
+    "longshore.sharding.matrices": "batched owners_of",
+    "longshore.sharding.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
+    "longshore.sharding.presence": "presence words",
+    "longshore.sharding.reduction": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
+    "longshore.sharding.twin_groups": "twin_of",
+    "longshore.sharding.waiting": "finish gather_objects",
+    "longshore.streaming": "streams_of",
+    "longshore.streaming.checks": "module_that_cannot",
+    "longshore.tiles": "Ranges Recorder events",
+    "longshore.tiles.arrivals": "LANDING_SLOTS",
+    "longshore.tiles.backend": "kept_on_device",
+    "longshore.tiles.bets": "speculation_budget",
+    "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PIPELINE_DEPTH "
+    "PUBLISH REDONE Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
+    "longshore.tiles.matrix_exchange": "MATRICES_UNDER_WAY Matrix reserved_bytes",
+    "longshore.tiles.memory": "allocate_zeros padded_bytes",
+    "longshore.torch_versions": "require",
+    "longshore.transfer": "CopyHandle FinishedCopy",
+    "longshore.units": "units_of units_with_leaves",
+}
+
+if not TYPE_CHECKING:
+    __getattr__ = lazily(globals(), HOMES)
