@@ -305,7 +305,8 @@ LONGSHORE_INLINE void load_states(BlockInLanes<Rule>& b, const EncodedStates& st
 
 // The same as step_encoded_block of states.inl, for a whole block.
 template <class Rule, class Format, bool Stream>
-LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType output, const Span& span, size_t at) {
+LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType output, const Span& span, size_t at,
+                                         NanSeen& nan) {
     BlockInLanes<Rule> b;
     b.g = {};
     with_type(gradient, [&]<class T>(T) {
@@ -334,6 +335,7 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
     store_master(1);
     InLanes<Format>::template store<Rule, Stream>(span.states, at, b.a[1], b.a[Rule::kArrays - 1], random, store_master);
     with_type(output, [&]<class T>(T) { round_any<T>(static_cast<typename T::Storage*>(span.output) + at, b.a[0]); });
+    nan.see(b.a[0]);
 }
 
 }  // namespace avx512

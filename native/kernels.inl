@@ -75,6 +75,12 @@ inline constexpr bool same_type = false;
 template <class A>
 inline constexpr bool same_type<A, A> = true;
 
+template <class T>
+inline constexpr DType dtype_of = same_type<T, Float32>    ? DType::float32
+                                  : same_type<T, BFloat16> ? DType::bfloat16
+                                  : same_type<T, Float16>  ? DType::float16
+                                                           : DType::none;
+
 // `count` elements of a block as float32, and zeros behind them.
 template <class T>
 LONGSHORE_INLINE void load_values(float* values, const typename T::Storage* from, size_t count) {
@@ -180,10 +186,19 @@ LONGSHORE_INLINE void scale_gradient(const float* s, Block<Arrays>& b) {
 template <class Rule>
 inline constexpr bool outputs_gradient = requires { requires Rule::kOutputsGradient; };
 
+}  // namespace
+}  // namespace longshore
+
+#include "nan.inl"
+
+namespace longshore {
+namespace {
+
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
-LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, size_t count) {
+LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, size_t count, bool master_shows_nan,
+                                 NanSeen& nan) {
     const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
     prefetch_later(gradient);
     for (size_t k = 0; k < Rule::kArrays; ++k) prefetch_later(span.in[k] + at);
@@ -199,20 +214,21 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
     }
     scale_gradient(s, b);
     Rule::step(s, b);
+    if constexpr (!kSeenLast) see_written<Rule>(nan, b, master_shows_nan);
     store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
         round_values<Output>(output, outputs_gradient<Rule> ? b.g : b.a[0], count);
     }
+    if constexpr (kSeenLast) see_written<Rule>(nan, b, master_shows_nan);
 }
 
 template <class Rule, class Gradient, class Output, bool Stream>
 void step_span(const float* s, const Span& span) {
-    size_t at = 0;
-    for (; at + kBlock <= span.numel; at += kBlock) {
-        step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);  // loops without tails: the count is a constant
-    }
-    if (at < span.numel) step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
+    const bool shows = Rule::master_shows_nan(s);
+    step_blocks(span, dtype_of<Output>, [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
+        step_block<Rule, Gradient, Output, Stream>(s, span, at, count, shows, nan);
+    });
 #if defined(__SSE2__)
     // Streaming stores are not ordered with the lock that publishes them.
     if constexpr (Stream) _mm_sfence();
@@ -261,26 +277,40 @@ void step_by(const float* s, DType gradient, DType output, const Span& span, boo
 namespace longshore {
 namespace {
 
-template <class T, bool Accumulate>
+template <class T>
+void add_typed(float* target, const void* source, size_t numel) {
+    const auto* from = static_cast<const typename T::Storage*>(source);
+    NanSeen nan;
+    const auto add = [&] [[gnu::always_inline]] (size_t at, size_t count) {
+        alignas(64) float sums[kBlock];
+        load_values<T>(sums, from + at, count);
+        for (size_t i = 0; i < count; ++i) sums[i] = target[at + i] + sums[i];
+        nan.see(sums);
+        store<false>(target + at, sums, count);
+    };
+    size_t at = 0;
+    for (; at + kBlock <= numel; at += kBlock) add(at, kBlock);
+    if (at < numel) add(at, numel - at);
+    if (nan.any()) [[unlikely]] make_canonical(target, DType::float32, numel);
+}
+
+template <class T>
 void widen_typed(float* target, const void* source, size_t numel) {
     const auto* from = static_cast<const typename T::Storage*>(source);
     LONGSHORE_VECTORIZE
-    for (size_t i = 0; i < numel; ++i) {
-        if constexpr (Accumulate) {
-            target[i] = target[i] + T::load(from[i]);
-        } else {
-            target[i] = T::load(from[i]);
-        }
-    }
+    for (size_t i = 0; i < numel; ++i) target[i] = T::load(from[i]);
 }
 
 template <bool Accumulate>
 void widen_any(float* target, const void* source, DType dtype, size_t numel) {
+    const auto typed = [&]<class T>(T) {
+        Accumulate ? add_typed<T>(target, source, numel) : widen_typed<T>(target, source, numel);
+    };
     switch (dtype) {
         case DType::none: return;
-        case DType::float32: return widen_typed<Float32, Accumulate>(target, source, numel);
-        case DType::bfloat16: return widen_typed<BFloat16, Accumulate>(target, source, numel);
-        case DType::float16: return widen_typed<Float16, Accumulate>(target, source, numel);
+        case DType::float32: return typed(Float32{});
+        case DType::bfloat16: return typed(BFloat16{});
+        case DType::float16: return typed(Float16{});
     }
 }
 

@@ -5,6 +5,8 @@
 // To add a rule, write its struct and list it in kRules. `kNeverNegative` is the one
 // array, if there is any, whose elements are sums of squares. `kInHalves`: a step is one of
 // the states, and one of the master behind it; both take vectors as well as numbers.
+// `master_shows_nan`: whether with these scalars a state that is NaN after a step is so
+// beside a master that is NaN, and nowhere else.
 #pragma once
 
 namespace longshore {
@@ -15,6 +17,8 @@ struct Adam {
     static constexpr size_t kArrays = 3;
     static constexpr size_t kNeverNegative = 2;
     static constexpr bool kInHalves = true;
+
+    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return true; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         for (size_t i = 0; i < kBlock; ++i) {
@@ -52,6 +56,11 @@ void adam(const float* s, DType gradient, DType output, const Span& span, bool s
 struct Lion {
     static constexpr size_t kArrays = 2;
 
+    // Infinities that cancel in the moment then cancel in what moves the master, too.
+    LONGSHORE_INLINE static bool master_shows_nan(const float* s) {
+        return s[3] >= 0.0f && s[4] >= 0.0f && s[5] > 0.0f && s[6] > 0.0f;
+    }
+
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float decay = s[2], beta1 = s[3], one_minus_beta1 = s[4];
         const float beta2 = s[5], one_minus_beta2 = s[6], negative_lr = s[7];
@@ -71,6 +80,8 @@ struct Lion {
 struct Adagrad {
     static constexpr size_t kArrays = 2;
     static constexpr size_t kNeverNegative = 1;
+
+    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return true; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float l2 = s[2], eps = s[3], step_size = s[4];
@@ -92,6 +103,9 @@ struct Adagrad {
 template <bool Buffer>
 struct Sgd {
     static constexpr size_t kArrays = Buffer ? 2 : 1;
+
+    // Without momentum, the buffer that is there may have any.
+    LONGSHORE_INLINE static bool master_shows_nan(const float* s) { return !Buffer || s[6] != 0.0f; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float l2 = s[2], momentum = s[3], one_minus_dampening = s[4], negative_lr = s[5];
@@ -123,6 +137,9 @@ struct MuonMomentum {
     static constexpr size_t kArrays = 1;
     static constexpr bool kOutputsGradient = true;
 
+    // The output is none.
+    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return false; }
+
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float one_minus_momentum = s[2], momentum = s[3];
         const uint32_t nesterov = mask_of(s[4] != 0.0f);
@@ -144,6 +161,8 @@ struct MuonMomentum {
 // The second half: the gradient is the orthogonal matrix, and the buffer the master.
 struct MuonUpdate {
     static constexpr size_t kArrays = 1;
+
+    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return true; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float decay = s[2], negative_lr = s[3];

@@ -269,7 +269,7 @@ LONGSHORE_INLINE void with_type(DType dtype, const Typed& typed) {
 
 template <class Rule, class Format, bool Stream>
 LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType output, const Span& span, size_t at,
-                                         size_t count) {
+                                         size_t count, NanSeen& nan) {
     Block<Rule::kArrays> b;
     with_type(gradient, [&]<class T>(T) {
         const auto* from = static_cast<const typename T::Storage*>(span.gradient) + at;
@@ -295,6 +295,7 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
         auto* to = static_cast<typename T::Storage*>(span.output) + at;
         round_values<T>(to, b.a[0], count);
     });
+    nan.see(b.a[0]);
 }
 
 }  // namespace
@@ -309,15 +310,12 @@ namespace {
 
 template <class Rule, class Format, bool Stream>
 void step_encoded_span(const float* s, DType gradient, DType output, const Span& span) {
-    size_t at = 0;
-    for (; at + kBlock <= span.numel; at += kBlock) {
+    step_blocks(span, output, [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
 #if defined(__AVX512BW__)
-        avx512::step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at);
-#else
-        step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, kBlock);
+        if (count == kBlock) return avx512::step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, nan);
 #endif
-    }
-    if (at < span.numel) step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, span.numel - at);
+        step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, count, nan);
+    });
 #if defined(__SSE2__)
     if constexpr (Stream) _mm_sfence();
 #endif

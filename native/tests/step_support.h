@@ -313,8 +313,8 @@ struct Expected {
             Element x{};
             for (std::size_t k = 0; k < arrays(); ++k) x.a[k] = a[k][i];
             x = naive.step(x, gradient.get(i));
-            for (std::size_t k = 0; k < arrays(); ++k) stepped[k][i] = x.a[k];
-            outputs[i] = outputs_master<Rule> ? x.a[0] : x.output;
+            for (std::size_t k = 0; k < arrays(); ++k) stepped[k][i] = canonical(x.a[k]);
+            outputs[i] = canonical(outputs_master<Rule> ? x.a[0] : x.output);
         }
     }
     Buffer output(DType dtype) const {

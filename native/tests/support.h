@@ -80,6 +80,8 @@ inline constexpr std::array<float, 16> kSpecials = {
 
 // Equal bits; any NaN equals any other, whose payloads no standard fixes.
 inline bool same(float a, float b) { return bits_of(a) == bits_of(b) || (a != a && b != b); }
+// What a rule writes and what gradients add up to: with one NaN.
+inline float canonical(float x) { return x != x ? float_of(0x7fc00000u) : x; }
 
 // Elements of one dtype that begin `offset` elements past a cache line, between
 // sentinels. Under AddressSanitizer the block ends with its last element
@@ -119,14 +121,14 @@ class Buffer {
     }
     float get(std::size_t i) const { return value_at(begin_ + i * item_); }
 
-    // Every byte, sentinels included, is that of `expected` (NaN as in same()).
+    // Every byte, sentinels included, is that of `expected`.
     template <class... Context>
     void check_same(const Buffer& expected, const Context&... context) const {
         if (std::memcmp(block_.get(), expected.block_.get(), bytes_) == 0) return;
         for (std::size_t at = 0; at + item_ <= bytes_; at += item_) {
             const std::int64_t element = (static_cast<std::int64_t>(at) - static_cast<std::int64_t>(begin_)) /
                                          static_cast<std::int64_t>(item_);
-            CHECK(same(value_at(at), expected.value_at(at)), "element ", element, " of ", numel_, " ",
+            CHECK(bits_of(value_at(at)) == bits_of(expected.value_at(at)), "element ", element, " of ", numel_, " ",
                   name_of(dtype_), " is ", value_at(at), ", not ", expected.value_at(at), "; ", context...);
         }
     }

@@ -52,7 +52,7 @@ TEST(accumulate_adds_and_widens_on_threads) {
             const Buffer source = filled(dtype, numel, other, numel + 1), before = filled(DType::float32, numel, offset, 2);
             Buffer sum = before, copy = before;
             for (std::size_t i = 0; i < numel; ++i) {
-                sum.set(i, before.get(i) + source.get(i));
+                sum.set(i, canonical(before.get(i) + source.get(i)));
                 copy.set(i, source.get(i));
             }
             for (const InstructionSet isa : supported_instruction_sets()) {
@@ -74,7 +74,7 @@ TEST(sum_of_two_adds_on_threads) {
             const Buffer first = filled(dtype, numel, other, numel + 1), second = filled(dtype, numel, offset, numel + 2);
             Buffer sum = filled(DType::float32, numel, offset, 2);
             const Buffer before = sum;
-            for (std::size_t i = 0; i < numel; ++i) sum.set(i, first.get(i) + second.get(i));
+            for (std::size_t i = 0; i < numel; ++i) sum.set(i, canonical(first.get(i) + second.get(i)));
             for (const InstructionSet isa : supported_instruction_sets()) {
                 Buffer target = before, one = first, two = second;
                 sum_of_two(target.floats(), one.at(0), two.at(0), dtype, static_cast<std::int64_t>(numel), pool, isa);

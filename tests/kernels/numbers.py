@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import UNSCALED, Rule, Scale
-from longshore.kernels.reference import rule_step
+from longshore.kernels.reference import canonical, rule_step
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
@@ -19,12 +19,19 @@ SPECIALS = (*ZEROS_AND_DENORMALS, 1e-20, 0.5, 1e20, -1e20, LARGEST, -LARGEST, IN
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bits, the sign of zero included; any NaN equals any other."""
-    if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
-        return False
+    """Equal dtype, shape and bits, those of zero and of NaN included."""
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    plain = [torch.where(values.isnan(), 0, values.view(integer)) for values in (a, b)]
-    return torch.equal(*plain)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(integer), b.view(integer))
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """The same, but any NaN equals any other: for what torch computes, which leaves the processor's."""
+    return same_bits(canonical(a), canonical(b))
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a kernel outputs: torch's own conversion may give another NaN."""
+    return canonical(values.to(dtype))
 
 
 def awkward(numel: int, seed: int, size: float = 1.0) -> Tensor:

@@ -25,7 +25,7 @@ from longshore.optim.rules.muon import UpdateRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 from tests.kernels.encoded import copy_of, empty_buffer, encoded_buffer, of_all_kinds, same_buffers, step_part
-from tests.kernels.numbers import MOMENTUM_RULES, RULES, awkward, buffer_of, same_bits, written
+from tests.kernels.numbers import MOMENTUM_RULES, RULES, awkward, buffer_of, rounded, same_bits, written
 from tests.support import sum_of_squares
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
@@ -258,7 +258,7 @@ def test_a_tile_with_encoded_states_equals_the_oracle(
         masters = step_part(source, expected, each, rules[each.rule], scale, parameter)
         if each.output is not None:
             assert found.output is not None
-            assert same_bits(found.output.cpu(), masters.to(each.output.dtype))
+            assert same_bits(found.output.cpu(), rounded(masters, each.output.dtype))
         other = each._replace(coding=each.coding._replace(stream=each.coding.stream + 1))
         step_part(source, other_bits, other, rules[each.rule], scale, parameter)
     assert same_buffers(target, expected)

@@ -17,7 +17,7 @@ from torch import Tensor
 from longshore.kernels import Scale
 from longshore.kernels.reference import fma, rule_step
 from longshore.optim.rules.adam import AdamRule
-from tests.kernels.numbers import same_bits
+from tests.kernels.numbers import same_numbers
 
 NUMEL = 4096
 
@@ -151,7 +151,7 @@ def test_infinities_and_nan_go_where_torch_lets_them(decoupled: bool, beta1: flo
     for step in (1, 2):
         state = rule_step(state, gradient, rule(step, beta1=beta1, decoupled=decoupled))
         for ours, torchs in zip(state, plain.step(gradient), strict=True):
-            assert same_bits(ours, torchs)
+            assert same_numbers(ours, torchs)
             assert ours.isnan().any() or ours.isinf().any()
             assert ours.isfinite().any()
 

@@ -72,6 +72,12 @@ def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
     return torch.where(condition, *(x if isinstance(x, Tensor) else _float32(x) for x in (yes, no)))
 
 
+def canonical(values: Tensor) -> Tensor:
+    """Return the values with one NaN for all: the quiet one with a positive sign and no other bit of its payload. What
+    arithmetic makes is the processor's."""
+    return values.masked_fill(values.isnan(), math.nan)
+
+
 def adopted(master: Tensor, parameter: Tensor) -> Tensor:
     """Return the float32 master, with every element of ``parameter`` whose bits differ from the rounded master in the
     place of its master: somebody else wrote it."""
@@ -200,7 +206,7 @@ def _updated(
     g = gradient.float() * first * second
     absent = [g] * (most - len(arrays))
     master = arrays[0] if parameter is None else adopted(arrays[0], parameter)
-    return type(rule).update(scalars, g, master, *arrays[1:], *absent)
+    return tuple(map(canonical, type(rule).update(scalars, g, master, *arrays[1:], *absent)))
 
 
 def _float32(value: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longshore.kernels._native import Outputs
 from longshore.kernels.base import OneElement, Scale, TileSegment, TorchRule
-from longshore.kernels.reference import adopted
+from longshore.kernels.reference import adopted, canonical
 
 _LOOP_NUMEL = 64
 """Multiple of the number of elements that any of torch's vectorized loops takes at once."""
@@ -67,9 +67,9 @@ class _Stepper:
         self.gradient.mul_(torch.tensor(scale.first, dtype=torch.float32))
         self.gradient.mul_(torch.tensor(scale.second, dtype=torch.float32))
         state = self.step()
-        master.copy_(self.master[:numel])
+        master.copy_(canonical(self.master[:numel]))
         for name, row in self._rule.rows:
-            states[row - 1] = state[name][:numel]
+            states[row - 1] = canonical(state[name][:numel])
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def step_by_torch(
                 part = slice(at, at + step_numel)
                 steppers[rule].step_rows(master[part], states[:, elements][:, part], gradient[part], scale)
             if output is not None and not own_masters:
-                output.copy_(master)
+                output.copy_(canonical(master.to(output.dtype)))
     finally:
         torch.set_num_threads(threads)
 

@@ -32,6 +32,8 @@ SCALE_NUMEL = tl.constexpr(formats.BLOCK_NUMEL)
 """Number of elements of a state of 8 bits that share a scale; BLOCK is a multiple of it."""
 INFINITY = tl.constexpr(0x7F800000)
 """Bits of the float32."""
+NAN_BITS = tl.constexpr(0x7FC00000)
+"""Bits of the NaN that a rule writes, as in native/nan.inl."""
 LARGEST_SCALE = tl.constexpr(0x7F000000)
 """Bits of 2**127."""
 FIRST_MIX = tl.constexpr(formats.MIX_FACTORS[0])
@@ -56,6 +58,13 @@ def bits_of(x):
 @triton.jit
 def float_of(bits):
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def canonical(x):
+    """Return the numbers with one NaN for all, instead of the device's."""
+    u = bits_of(x)
+    return float_of(tl.where((u & 0x7FFFFFFF) > INFINITY, NAN_BITS, u).to(tl.uint32))
 
 
 @triton.jit
@@ -156,7 +165,7 @@ def decode_bytes(codes, scales, CODE: tl.constexpr):
     bits = bits_of(scales) + ((number - ONE) << (23 - MANTISSA))
     bits = tl.where(number == 0, 0, bits)
     bits = tl.where(number == NAN - 1, INFINITY, bits)
-    bits = tl.where(number == NAN, 0x7FC00000, bits)
+    bits = tl.where(number == NAN, NAN_BITS, bits)
     return float_of(bits | ((u & SIGN) << 24))
 
 

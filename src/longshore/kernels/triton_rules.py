@@ -32,6 +32,7 @@ from longshore.kernels.triton_formats import (
     SIGNED,
     UNSIGNED,
     bits_of,
+    canonical,
     load_float,
     load_state,
     random_bits,
@@ -169,9 +170,11 @@ def step_tile(
     if SECOND != NONE:
         second = load_state(source_buffer, stride, begin, count, 1, STATES, SECOND)
         p, first, second = UPDATE(scalars + 2, g, p, first, second)
-        store_state(target_buffer, stride, begin, count, second, random, 1, STATES, SECOND)
+        store_state(target_buffer, stride, begin, count, canonical(second), random, 1, STATES, SECOND)
     else:
         p, first = UPDATE(scalars + 2, g, p, first)
+    p = canonical(p)
+    first = canonical(first)
     tl.store(target_buffer + begin + tl.arange(0, BLOCK), p, mask)
     if FIRST != NONE:
         store_state(target_buffer, stride, begin, count, first, random, 0, STATES, FIRST)
@@ -187,7 +190,7 @@ def accumulate(target, source, dtype, numel, add):
     values = load_float(source, at, mask, dtype)
     pointers = target.to(tl.pointer_type(tl.float32)) + at
     if add != 0:
-        values = tl.load(pointers, mask, other=0.0) + values
+        values = canonical(tl.load(pointers, mask, other=0.0) + values)
     tl.store(pointers, values, mask)
 
 
