@@ -317,7 +317,8 @@ class OptimizerCore:
             for index in steps:  # after all: slices of one tensor count each other's writes
                 records[index].mark_published()
             self._adoption.published(store, records, steps)
-            self.handed_out.came(first, self)
+            if first:
+                self.handed_out.came(first, self)
             source.consumed()
             self.clipping.reset()
             self._begun = True
