@@ -236,11 +236,16 @@ LONGSHORE_INLINE Lanes widened_any(const typename T::Storage* from) {
     }
 }
 
+LONGSHORE_INLINE void see(NanSeen& nan, const Lanes& values) {
+    for (size_t k = 0; k < kVectors; k += 2) nan.see(floats(values, k), floats(values, k + 1));
+}
+
 template <class T>
-LONGSHORE_INLINE void round_any(typename T::Storage* to, const Lanes& values) {
+LONGSHORE_INLINE void round_any(typename T::Storage* to, const Lanes& values, NanSeen& nan) {
     if constexpr (same_type<T, BFloat16>) {
-        if (write_rounded(to, values)) return;
+        if (write_rounded(to, values)) return;  // there is no NaN
     }
+    see(nan, values);
     alignas(64) float stored[kBlock];
     write(stored, values);
     for (size_t i = 0; i < kBlock; ++i) to[i] = T::round(stored[i]);
@@ -334,8 +339,8 @@ LONGSHORE_INLINE void step_encoded_block(const float* s, DType gradient, DType o
     const Lanes random = random_lanes<InLanes<Format>::kWholeBlocks>(span.states.key, span.states.place + at);
     store_master(1);
     InLanes<Format>::template store<Rule, Stream>(span.states, at, b.a[1], b.a[Rule::kArrays - 1], random, store_master);
-    with_type(output, [&]<class T>(T) { round_any<T>(static_cast<typename T::Storage*>(span.output) + at, b.a[0]); });
-    nan.see(b.a[0]);
+    if (output == DType::none) return see(nan, b.a[0]);
+    with_type(output, [&]<class T>(T) { round_any<T>(static_cast<typename T::Storage*>(span.output) + at, b.a[0], nan); });
 }
 
 }  // namespace avx512

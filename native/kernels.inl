@@ -197,7 +197,7 @@ namespace {
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
-LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, size_t count, bool master_shows_nan,
+LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, size_t count, bool master_shows,
                                  NanSeen& nan) {
     const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
     prefetch_later(gradient);
@@ -214,21 +214,25 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
     }
     scale_gradient(s, b);
     Rule::step(s, b);
-    if constexpr (!kSeenLast) see_written<Rule>(nan, b, master_shows_nan);
+    if constexpr (!kSeenLast) see_written<Rule>(nan, b, master_shows);
     store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
         round_values<Output>(output, outputs_gradient<Rule> ? b.g : b.a[0], count);
     }
-    if constexpr (kSeenLast) see_written<Rule>(nan, b, master_shows_nan);
+    if constexpr (kSeenLast) see_written<Rule>(nan, b, master_shows);
 }
 
 template <class Rule, class Gradient, class Output, bool Stream>
 void step_span(const float* s, const Span& span) {
-    const bool shows = Rule::master_shows_nan(s);
-    step_blocks(span, dtype_of<Output>, [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
+    const bool shows = master_shows_nan<Rule>(s);
+    const auto part = [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
         step_block<Rule, Gradient, Output, Stream>(s, span, at, count, shows, nan);
-    });
+    };
+    const auto whole = [&] [[gnu::always_inline]] (size_t at, NanSeen& nan) {
+        part(at, kBlock, nan);  // loops without tails: the count is a constant
+    };
+    step_blocks(span, dtype_of<Output>, whole, part);
 #if defined(__SSE2__)
     // Streaming stores are not ordered with the lock that publishes them.
     if constexpr (Stream) _mm_sfence();

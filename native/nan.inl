@@ -52,9 +52,6 @@ class NanSeen {
     LONGSHORE_INLINE void see(__m512 first, __m512 second) {
         numbers_ = _mm512_mask_cmp_ps_mask(numbers_, first, second, _CMP_ORD_Q);
     }
-    LONGSHORE_INLINE void see(const avx512::Lanes& block) {
-        for (size_t k = 0; k < avx512::kVectors; k += 2) see(avx512::floats(block, k), avx512::floats(block, k + 1));
-    }
 #endif
 
   private:
@@ -80,14 +77,25 @@ constexpr bool kSeenLast = true;
 constexpr bool kSeenLast = false;
 #endif
 
-// What the step of a block has left to be written. `master_shows`: as its rule says.
+template <class Rule>
+LONGSHORE_INLINE bool master_shows_nan(const float* s) {
+    if constexpr (requires { Rule::master_shows_nan(s); }) {
+        return Rule::master_shows_nan(s);
+    } else {
+        return false;
+    }
+}
+
+// What the step of a block has left to be written. `master_shows`: as the rule says.
 template <class Rule, size_t Arrays>
 LONGSHORE_INLINE void see_written(NanSeen& nan, const Block<Arrays>& b, bool master_shows) {
-    if (master_shows) return nan.see(b.a[0]);
     if constexpr (outputs_gradient<Rule>) {
-        static_assert(Arrays == 1);
-        nan.see(b.a[0], b.g, kBlock);
-    } else if constexpr (Arrays > 1) {
+        for (size_t k = 0; k < Arrays; ++k) nan.see(b.g, b.a[k], kBlock);
+    } else if constexpr (Arrays == 1) {
+        nan.see(b.a[0]);
+    } else if (master_shows) {
+        nan.see(b.a[0]);
+    } else {
         for (size_t k = 1; k < Arrays; ++k) nan.see(b.a[0], b.a[k], kBlock);
     }
 }
@@ -118,17 +126,17 @@ void make_canonical(void* values, DType dtype, size_t count) {
     make_canonical(static_cast<char*>(span.output) + at * item, output, count);
 }
 
-// Calls `block(at, count, nan)` for all of a span. What is written is looked at again where
+// Calls `whole(at, nan)` for the blocks of a span, and `part(at, count, nan)` for what is left. What is written is looked at again where
 // it has NaN, after so many blocks that looking for NaN costs no branch, and so few that
 // they are in a cache.
-template <class StepBlock>
-LONGSHORE_INLINE void step_blocks(const Span& span, DType output, const StepBlock& block) {
+template <class Whole, class Part>
+LONGSHORE_INLINE void step_blocks(const Span& span, DType output, const Whole& whole, const Part& part) {
     constexpr size_t kLookedAt = 256 * kBlock;
     for (size_t at = 0; at < span.numel;) {
         const size_t begin = at, end = span.numel - at < kLookedAt ? span.numel : at + kLookedAt;
         NanSeen nan;
-        for (; at + kBlock <= end; at += kBlock) block(at, kBlock, nan);  // loops without tails: the count is a constant
-        if (at < end) block(at, end - at, nan);
+        for (; at + kBlock <= end; at += kBlock) whole(at, nan);
+        if (at < end) part(at, end - at, nan);
         at = end;
         if (nan.any()) [[unlikely]] make_canonical(span, output, begin, end - begin);
     }

@@ -5,8 +5,8 @@
 // To add a rule, write its struct and list it in kRules. `kNeverNegative` is the one
 // array, if there is any, whose elements are sums of squares. `kInHalves`: a step is one of
 // the states, and one of the master behind it; both take vectors as well as numbers.
-// `master_shows_nan`: whether with these scalars a state that is NaN after a step is so
-// beside a master that is NaN, and nowhere else.
+// `master_shows_nan`, if it is there: whether with these scalars a state is NaN after a step
+// only beside a master that is, so that looking for NaN in the master is enough.
 #pragma once
 
 namespace longshore {
@@ -105,7 +105,7 @@ struct Sgd {
     static constexpr size_t kArrays = Buffer ? 2 : 1;
 
     // Without momentum, the buffer that is there may have any.
-    LONGSHORE_INLINE static bool master_shows_nan(const float* s) { return !Buffer || s[6] != 0.0f; }
+    LONGSHORE_INLINE static bool master_shows_nan(const float* s) { return s[6] != 0.0f; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float l2 = s[2], momentum = s[3], one_minus_dampening = s[4], negative_lr = s[5];
@@ -137,9 +137,6 @@ struct MuonMomentum {
     static constexpr size_t kArrays = 1;
     static constexpr bool kOutputsGradient = true;
 
-    // The output is none.
-    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return false; }
-
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float one_minus_momentum = s[2], momentum = s[3];
         const uint32_t nesterov = mask_of(s[4] != 0.0f);
@@ -161,8 +158,6 @@ struct MuonMomentum {
 // The second half: the gradient is the orthogonal matrix, and the buffer the master.
 struct MuonUpdate {
     static constexpr size_t kArrays = 1;
-
-    LONGSHORE_INLINE static bool master_shows_nan(const float*) { return true; }
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float decay = s[2], negative_lr = s[3];

@@ -310,12 +310,17 @@ namespace {
 
 template <class Rule, class Format, bool Stream>
 void step_encoded_span(const float* s, DType gradient, DType output, const Span& span) {
-    step_blocks(span, output, [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
-#if defined(__AVX512BW__)
-        if (count == kBlock) return avx512::step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, nan);
-#endif
+    const auto part = [&] [[gnu::always_inline]] (size_t at, size_t count, NanSeen& nan) {
         step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, count, nan);
-    });
+    };
+    const auto whole = [&] [[gnu::always_inline]] (size_t at, NanSeen& nan) {
+#if defined(__AVX512BW__)
+        avx512::step_encoded_block<Rule, Format, Stream>(s, gradient, output, span, at, nan);
+#else
+        part(at, kBlock, nan);
+#endif
+    };
+    step_blocks(span, output, whole, part);
 #if defined(__SSE2__)
     if constexpr (Stream) _mm_sfence();
 #endif

@@ -52,6 +52,20 @@ MUTANTS = [
         ("tests/kernels/test_torch_rules.py",),
     ),
     Mutant(
+        "torch's own optimizers leave the processor's NaN in their states",
+        "kernels/torch_rules.py",
+        "states[row - 1] = canonical(state[name][:numel])",
+        "states[row - 1] = state[name][:numel]",
+        ("tests/kernels/test_nan.py",),
+    ),
+    Mutant(
+        "a device leaves its own NaN in a state",
+        "kernels/triton_rules.py",
+        "    first = canonical(first)\n",
+        "",
+        ("tests/kernels/test_nan.py",),
+    ),
+    Mutant(
         "a write found by its checksum is adopted whole",
         "Adoption.adopt",
         "store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)",
