@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import threading
 from collections import Counter
@@ -30,7 +31,7 @@ from torch import multiprocessing
 
 import longshore
 
-_SOURCE = f"{Path(longshore.__file__).parent}{os.sep}"
+SOURCE = f"{Path(longshore.__file__).parent}{os.sep}"
 _STEPS = 3
 
 
@@ -63,14 +64,14 @@ class Counting:
         return Trip(dict(self._calls), self._deepest)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self._on or event != "call" or not frame.f_code.co_filename.startswith(_SOURCE):
+        if not self._on or event != "call" or not frame.f_code.co_filename.startswith(SOURCE):
             return
         self._calls[frame.f_code.co_filename] += 1
         stack: list[tuple[str, str]] = []
         caller: FrameType | None = frame
         while caller is not None:
             file = caller.f_code.co_filename
-            if file.startswith(_SOURCE) and (not stack or stack[-1][0] != file):
+            if file.startswith(SOURCE) and (not stack or stack[-1][0] != file):
                 stack.append((file, caller.f_code.co_name))
             caller = caller.f_back
         if len(stack) > len(self._deepest):
@@ -108,10 +109,15 @@ def stage_2_gradient() -> Trip:
     """The trip of a gradient at stage 2 with cpu offload, on rank 0 of two."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    ranks = [context.Process(target=_rank, args=(rank, theirs), daemon=True) for rank in range(2)]
+    port = _free_port()
+    ranks = [context.Process(target=_rank, args=(rank, theirs, port), daemon=True) for rank in range(2)]
     for each in ranks:
         each.start()
-    trip = mine.recv() if mine.poll(timeout=300) else None
+    theirs.close()  # so that the end of the ranks is the end of the pipe
+    try:
+        trip = mine.recv() if mine.poll(timeout=300) else None
+    except EOFError:
+        trip = None
     for each in ranks:
         each.join(timeout=60)
     if trip is None:
@@ -119,9 +125,15 @@ def stage_2_gradient() -> Trip:
     return trip
 
 
-def _rank(rank: int, pipe: Connection) -> None:
+def _free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return made.getsockname()[1]
+
+
+def _rank(rank: int, pipe: Connection, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29531")
+    os.environ["MASTER_PORT"] = str(port)
     counting = Counting()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -157,9 +169,9 @@ def _print(name: str, trip: Trip, with_files: bool) -> None:
     print(f"{name}: {len(trip.calls)} files, {len(trip.deepest)} layers")
     if with_files:
         for file, calls in sorted(trip.calls.items()):
-            print(f"  {calls:6} {file.removeprefix(_SOURCE)}")
+            print(f"  {calls:6} {file.removeprefix(SOURCE)}")
     for file, function in trip.deepest:
-        print(f"    {file.removeprefix(_SOURCE)}: {function}")
+        print(f"    {file.removeprefix(SOURCE)}: {function}")
 
 
 def main() -> None:

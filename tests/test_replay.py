@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay.__main__ import differences
+from replay.__main__ import RECORDED, differences
 from replay.recorder import Recorder, Window
 from replay.runs import RUNS
 
@@ -35,10 +36,12 @@ def recorded(work: Callable[[], object]) -> Window:
         return recorder.mark([])
 
 
+_held: list[torch.Tensor] = []
+
+
 def stepped(gradient: float = 1.0, states: str = "fp32", steps: int = 2, repeat: bool = False, at: int = 7) -> Window:
-    """Two steps of a parameter, of whose gradient one element is given."""
+    """Two steps of a parameter, of whose gradient one element is given; ``repeat``: with nothing new between them."""
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 128).view(64, 2).clone())
-    keep = [torch.empty(at) for at in range(5)]  # so that addresses differ
     parameter.grad = torch.ones(64, 2)
     parameter.grad[at, 1] = gradient
     optimizer = longshore.AdamW([parameter], lr=0.1, offload=longshore.Offload(states=states, threads=1))
@@ -50,23 +53,31 @@ def stepped(gradient: float = 1.0, states: str = "fp32", steps: int = 2, repeat:
                 _ = optimizer.state_dict()
         optimizer.close()
 
-    window = recorded(work)
-    del keep
-    return window
+    _held.append(parameter)  # so that the next one has another address
+    return recorded(work)
 
 
-def test_equal_bytes_give_equal_records_wherever_they_are() -> None:
-    assert stepped() == stepped()
-    assert stepped().calls["step"] + stepped().calls.get("step_table", 0) == 2
+@pytest.mark.parametrize("repeat", [False, True])
+def test_equal_bytes_give_equal_records_wherever_they_are(repeat: bool) -> None:
+    assert stepped(repeat=repeat) == stepped(repeat=repeat)
+    assert _held[-1].data_ptr() != _held[-2].data_ptr()
+    assert stepped(repeat=repeat).calls == ({"step": 1, "step_table": 1} if repeat else {"step": 2})
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_each_byte_counts(states: str) -> None:
-    usual = stepped(states=states)
-    assert stepped(1.0 + 2.0**-20, states).bytes != usual.bytes
-    assert stepped(1.0 + 2.0**-20, states, at=63).bytes != usual.bytes
-    assert stepped(states=states, steps=3).bytes != usual.bytes
-    assert stepped(states="bf16" if states == "fp32" else "fp32").bytes != usual.bytes
+@pytest.mark.parametrize("repeat", [False, True])
+def test_each_byte_counts(states: str, repeat: bool) -> None:
+    usual = stepped(states=states, repeat=repeat)
+    assert stepped(1.0 + 2.0**-20, states, repeat=repeat).bytes != usual.bytes
+    assert stepped(1.0 + 2.0**-20, states, repeat=repeat, at=63).bytes != usual.bytes
+    assert stepped(states=states, steps=3, repeat=repeat).bytes != usual.bytes
+    assert stepped(states="bf16" if states == "fp32" else "fp32", repeat=repeat).bytes != usual.bytes
+
+
+def test_the_recording_has_each_native_call() -> None:
+    windows = [each for by_rank in json.loads(RECORDED.read_text()).values() for rank in by_rank for each in rank]
+    calls = {name for each in windows for name in each["calls"]}
+    assert calls == {"step", "step_table", "accumulate", "sum_of_two", "reconcile", "block_sums"}
 
 
 def test_sums_norms_and_comparisons_are_recorded() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.shape import LIMITS, ROOT
-from scripts.trips import TRIPS, Trip
+from scripts.trips import SOURCE, TRIPS, Trip
 
 WALKS = ROOT.joinpath("CONTRIBUTING.md").read_text().partition("## Two walks")[2].partition("\n## ")[0]
 STEP, GRADIENT = WALKS.split("\n### ")[1:]
@@ -23,7 +23,7 @@ def taken(name: str) -> Trip:
 
 
 def files_of(name: str) -> set[str]:
-    return {file.partition("/longshore/")[2] for file in taken(name).calls}
+    return {file.removeprefix(SOURCE) for file in taken(name).calls}
 
 
 @pytest.mark.parametrize("name", TRIPS)

@@ -53,15 +53,15 @@ MUTANTS = [
     ),
     Mutant(
         "torch's own optimizers leave the processor's NaN in their states",
-        "kernels/torch_rules.py",
+        "_Stepper.step_rows",
         "states[row - 1] = canonical(state[name][:numel])",
         "states[row - 1] = state[name][:numel]",
         ("tests/kernels/test_nan.py",),
     ),
     Mutant(
         "a device leaves its own NaN in a state",
-        "kernels/triton_rules.py",
-        "    first = canonical(first)\n",
+        "step_tile",
+        "first = canonical(first)",
         "",
         ("tests/kernels/test_nan.py",),
     ),

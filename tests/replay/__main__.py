@@ -57,7 +57,9 @@ def main() -> int:
     names = [name for name in RUNS if all(word in name for word in arguments.words)]
     ranks = Ranks(2)
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    different = 0
+    different = len(gone := [name for name in recorded if name not in RUNS])
+    for name in gone:
+        print(f"{name}: it was recorded, and is no run any more")
     for name in names:
         by_rank = ranks(played, name) if RUNS[name].ranks > 1 else [played(name)]
         found = json.loads(json.dumps(by_rank))

@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -97,19 +97,12 @@ class Recorder:
             if (function := getattr(dist, name, None)) is not None:
                 replaced[function] = self._collective(name, function)
         self._native = {each.__name__: each for each in replaced if each.__module__ == _native.__name__}
-        changed = []
-        for module in [*sys.modules.values()]:
-            if not module.__name__.startswith(("longshore", "torch.distributed")):
-                continue
-            for name, value in [*vars(module).items()]:
-                if callable(value) and _hashable(value) and value in replaced:
-                    changed.append((module, name, value))
-                    setattr(module, name, replaced[value])
+        _replace(replaced)
         try:
             yield
         finally:
-            for module, name, value in changed:
-                setattr(module, name, value)
+            # Also in modules that were imported meanwhile.
+            _replace({wrapper: original for original, wrapper in replaced.items()})
 
     def _note(self, name: str, parts: Iterable[object]) -> None:
         digest = hashlib.sha256(name.encode())
@@ -209,6 +202,15 @@ class Recorder:
                 self._inside.collective = False
 
         return called
+
+
+def _replace(instead: Mapping[Any, Any]) -> None:
+    """Replace values wherever longshore's or torch's modules for several processes have them."""
+    for module in [*sys.modules.values()]:
+        if module.__name__.startswith(("longshore", "torch.distributed")):
+            for name, value in [*vars(module).items()]:
+                if callable(value) and _hashable(value) and value in instead:
+                    setattr(module, name, instead[value])
 
 
 def _hashable(value: Any) -> bool:

@@ -157,6 +157,27 @@ def released(
     optimizer.close()
 
 
+@run("repeated steps", kind=longshore.AdamW)
+@run("repeated steps, SGD in bf16", kind=longshore.SGD, dtype=torch.bfloat16, lr=0.01, momentum=0.9)
+@run("repeated steps, 8-bit states", kind=longshore.AdamW, offload=lambda: direct(states="8bit"))
+def repeated(
+    mark: Mark,
+    kind: Any,
+    dtype: torch.dtype = torch.float32,
+    offload: Callable[[], longshore.Offload] = direct,
+    **options: Any,
+) -> None:
+    """Nothing is new from step to step: gradients stay where they are, and nobody looks at the state."""
+    model = Net(dtype)
+    optimizer = kind(model.parameters(), offload=offload(), **options)
+    for step in range(5):
+        model(batch(step, model)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    mark(of(model, optimizer))
+    optimizer.close()
+
+
 @run("discarded", offload=simulated)
 @run("discarded, ahead", ahead=True, offload=lambda: simulated(speculation_memory="100%"))
 def discarded(mark: Mark, offload: Callable[[], longshore.Offload]) -> None:
