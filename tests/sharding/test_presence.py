@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import in_child
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from longshore.errors import RankError
@@ -308,11 +308,23 @@ def test_a_dropped_presence_and_a_dropped_group_end_the_thread(store: Store) -> 
 
 
 def test_a_forked_process_does_not_speak_for_the_rank(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with the thread of the process that forked it, nor anew; in a group of its own it does."""
+    groups = [store]
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: groups[-1])
     monkeypatch.setattr(module, "_current", Presence(store, 0, 2))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if module._current is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def in_a_group_of_its_own() -> bool:
+        groups.append(Store())
+        found = module.presence()
+        return found is not None and found.spoke.is_set()
+
+    assert in_child(lambda: module._current) == "None"
+    assert in_child(module.presence) == "None"
+    assert in_child(in_a_group_of_its_own) == "True"
+    assert module.presence() is module._current
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ class ReleasedGradients(GradientSource):
 
     def collect_one(self, index: int) -> dict[int, Tensor | None]:
         """Return the gradient of one parameter as :meth:`collect` does, without looking at the others."""
-        return self._collected([index], {index} if self._takes(index) else set())
+        return self._collected([index], self.members() if self._taken is None else self._taken)
 
     def _collected(self, indices: Iterable[int], members: Set[int]) -> dict[int, Tensor | None]:
         found: dict[int, Tensor | None] = {}

@@ -239,12 +239,16 @@ class Presence:
         self.spoke.set()
         if ends or time.monotonic() - self._asked_at < 4 * _BEAT_S:
             self._hear(store)
+        waiting = self._gather_all(store)
+        self._store.silent_s = 0.0
+        return ends or any(not each.over.is_set() for each in waiting)
+
+    def _gather_all(self, store: Any) -> list[_Gathering]:
         with self._lock:
             waiting = list(self._gatherings)
         for each in waiting:
             self._gather(store, each)
-        self._store.silent_s = 0.0
-        return ends or any(not each.over.is_set() for each in waiting)
+        return waiting
 
     def _free_keys(self, store: Any) -> str:
         """Return where this rank has said nothing yet. A store may serve several default process groups, one after the
@@ -281,6 +285,7 @@ class Presence:
         if _ENDED not in bytes(store.multi_get([key])[0]).decode().split():
             return False
         self._hear(store)  # why it ends
+        self._gather_all(store)  # the last values may have come just now
         self._count += 1
         store.set(f"{self._keys}/{self.rank}", f"{self._count} {self._said or _PARTED}")
         return True
@@ -384,10 +389,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 _current: Presence | None = None
 _making = threading.Lock()
+_of_parent: Any = None
+"""The store of the process that forked this one, in which this one must not speak as that one's rank."""
 
 
 def presence() -> Presence | None:
-    """Return that of the default process group; None if there is no such group, or it has one rank.
+    """Return that of the default process group; None if there is no such group, it has one rank, or it is that of the
+    process that forked this one.
 
     From the first call on the others hear of this rank. Whatever comes first (an optimizer, an engine, a save, a load)
     calls this, and not all ranks have to.
@@ -396,13 +404,16 @@ def presence() -> Presence | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
-    if store is None:  # as with MPI's backend
+    if store is None or store is _of_parent:  # the former as with MPI's backend
         return None
+    made = None
     with _making:
         if _current is None or _current.store() is not store:
-            _current = Presence(store, dist.get_rank(), dist.get_world_size())
-            _current.spoke.wait(_LAST_WORDS_S)
-        return _current
+            _current = made = Presence(store, dist.get_rank(), dist.get_world_size())
+        found = _current
+    if made is not None:
+        made.spoke.wait(_LAST_WORDS_S)
+    return found
 
 
 def _close() -> None:
@@ -412,8 +423,10 @@ def _close() -> None:
 
 def _after_fork() -> None:
     """Forget what belongs to another process, whose thread is not in this one (of a data loader)."""
-    global _current, _making
+    global _current, _making, _of_parent
     _current, _making = None, threading.Lock()
+    if dist.is_available() and dist.is_initialized():
+        _of_parent = dist.distributed_c10d._get_default_store()
 
 
 atexit.register(_close)
