@@ -182,6 +182,8 @@ _KEEP_ONE = (
 
 def _stepping() -> torch.optim.Optimizer | None:
     """Return the optimizer of torch, or of another library, whose ``step()`` asks for a gradient now."""
+    if torch.compiler.is_compiling():  # which cannot trace a look at frames
+        return None
     frame = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")
