@@ -297,7 +297,7 @@ SECTIONS = (
     Section(
         "Plans, reports and traces",
         "`longshore plan`, `longshore report` and `longshore.trace`.",
-        ("plan/", "report/", "tracing/", "__init__.py"),
+        ("plan/", "report/", "tracing/", "__init__.py", "lazily.py", "seam.py"),
         "Change what it names so that it is as the message says.",
     ),
     Section(
