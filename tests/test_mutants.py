@@ -48,6 +48,11 @@ class Copy:
         self.event.wait(event)
 
 
+if LIMIT:
+    def early():
+        return LIMIT
+
+
 def wait(copies):
     def one(copy):
         copy.wait("here")
@@ -83,6 +88,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Copy", "limit = 2", "limit = 3", "limit = 2", "limit = 3"),
         ("", "LIMIT = 3", "LIMIT = 4", "LIMIT = 3", "LIMIT = 4"),
         ("wait", "copy.wait('here')", "pass", 'copy.wait("here")', "pass"),
+        ("early", "return LIMIT", "return 0", None, "return 0"),
         ("wait", "for copy in copies:", "for copy in copies[1:]:", "in copies:", "in copies[1:]:"),
     ],
 )

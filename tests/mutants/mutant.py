@@ -139,21 +139,21 @@ def functions_of(text: str, file: str) -> Iterator[tuple[str, Function]]:
 
     def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
         for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.ClassDef):
+            if isinstance(each, (ast.If, ast.Try, ast.With)):  # in which functions may be
+                yield from within(each, prefix)
+            elif isinstance(each, ast.ClassDef):
                 yield from within(each, f"{prefix}{each.name}.")
             elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 begin = min([each, *each.decorator_list], key=lambda part: part.lineno).lineno - 1
                 indent = lines[begin][: len(lines[begin]) - len(lines[begin].lstrip())]
                 assert each.end_lineno is not None
                 yield f"{prefix}{each.name}", Function(file, begin, each.end_lineno, indent, _text_of(each))
-            elif isinstance(each, ast.stmt) and isinstance(node, (ast.ClassDef, ast.Module)):
+            elif isinstance(each, ast.stmt):
                 assert each.end_lineno is not None
                 yield (
                     prefix[:-1],
                     Function(file, each.lineno - 1, each.end_lineno, " " * each.col_offset, ast.unparse(each)),
                 )
-            elif isinstance(each, (ast.If, ast.Try, ast.With)):
-                yield from within(each, prefix)
 
     yield from within(ast.parse(text), "")
 
@@ -201,7 +201,7 @@ def _what_is_wrong(mutant: Mutant) -> str:
     for test in mutant.tests:
         file, _, name = test.partition("::")
         function = name.rpartition("::")[2].partition("[")[0]
-        if not (ROOT / file).exists() or f"def {function}" not in (ROOT / file).read_text():
+        if not (ROOT / file).exists() or f"def {function}{'(' if function else ''}" not in (ROOT / file).read_text():
             return f"there is no {test}"
     try:
         text = (ROOT / "src" / "longshore" / mutant.file).read_text()

@@ -107,50 +107,38 @@ def direct(**settings: Any) -> longshore.Offload:
 @run("Lion", kind=longshore.Lion, lr=0.001, dtype=torch.bfloat16)
 @run("Adagrad", kind=longshore.Adagrad, lr=0.01, initial_accumulator_value=0.5, offload=simulated)
 @run("Muon", kind=longshore.Muon, lr=0.01, dtype=torch.bfloat16, offload=simulated)
-def default_mode(
+@run("released, float32", released=True, kind=longshore.AdamW)
+@run("released, bf16", released=True, kind=longshore.AdamW, dtype=torch.bfloat16, offload=simulated)
+@run(
+    "released, bf16 states",
+    released=True,
+    kind=longshore.AdamW,
+    dtype=torch.bfloat16,
+    offload=lambda: simulated(states="bf16"),
+)
+@run("released, Muon", released=True, kind=longshore.Muon, dtype=torch.bfloat16, offload=simulated, lr=0.01)
+@run("released, ahead", ahead=True, released=True, kind=longshore.AdamW, dtype=torch.bfloat16,
+     offload=lambda: simulated(speculation_memory="100%"))  # fmt: skip
+@run("released, ahead, Lion, clipped", ahead=True, released=True, kind=longshore.Lion, dtype=torch.bfloat16,
+     max_norm=0.5, offload=lambda: simulated(speculation_memory="100%"))  # fmt: skip
+def one_optimizer(
     mark: Mark,
     kind: Any,
     dtype: torch.dtype = torch.float32,
     offload: Callable[[], longshore.Offload] = direct,
     max_norm: float | None = None,
+    released: bool = False,
     **options: Any,
 ) -> None:
     model = Net(dtype)
-    optimizer = kind(trained(model, kind), offload=offload(), **options)
+    optimizer = kind(trained(model, kind), offload=offload(), release_gradients=released, **options)
     for step in range(4):
         for micro in range(1 + step % 2):
             model(batch(2 * step + micro, model), head=step % 2).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        mark(of(model, optimizer))
-    optimizer.close()
-
-
-@run("released, float32", kind=longshore.AdamW)
-@run("released, bf16", kind=longshore.AdamW, dtype=torch.bfloat16, offload=simulated)
-@run("released, bf16 states", kind=longshore.AdamW, dtype=torch.bfloat16, offload=lambda: simulated(states="bf16"))
-@run("released, Muon", kind=longshore.Muon, dtype=torch.bfloat16, offload=simulated, lr=0.01)
-@run("released, ahead", ahead=True, kind=longshore.AdamW, dtype=torch.bfloat16,
-     offload=lambda: simulated(speculation_memory="100%"))  # fmt: skip
-@run("released, ahead, Lion, clipped", ahead=True, kind=longshore.Lion, dtype=torch.bfloat16, max_norm=0.5,
-     offload=lambda: simulated(speculation_memory="100%"))  # fmt: skip
-def released(
-    mark: Mark,
-    kind: Any,
-    dtype: torch.dtype = torch.float32,
-    offload: Callable[[], longshore.Offload] = direct,
-    max_norm: float | None = None,
-    **options: Any,
-) -> None:
-    model = Net(dtype)
-    optimizer = kind(trained(model, kind), offload=offload(), release_gradients=True, **options)
-    for step in range(4):
-        for micro in range(1 + step % 2):
-            model(batch(2 * step + micro, model), head=step % 2).backward()
-        if max_norm is not None:
+        if max_norm is not None and released:
             optimizer.clip_grad_norm_(max_norm)
+        elif max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         mark(of(model, optimizer))

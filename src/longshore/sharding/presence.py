@@ -339,7 +339,7 @@ class Presence:
 
 
 def _is_file(store: Any) -> bool:
-    from torch._C._distributed_c10d import FileStore, PrefixStore  # which a torch of one rank may lack
+    from torch._C._distributed_c10d import FileStore, PrefixStore  # a torch that is built for one process has neither
 
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -25,8 +25,8 @@ class ParameterStore(Protocol):
     """Optimizer state and gradients by parameter.
 
     Attributes:
-        broken: why a commit, or of the loading of a checkpoint, ended half way; nothing is stepped
-            until a whole state is loaded.
+        broken: why a commit, or the loading of a checkpoint, ended half way; nothing is stepped until a whole state is
+            loaded.
         recorders: recorders that receive the events of the tiles.
     """
 
