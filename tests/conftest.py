@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import mkl_threads  # noqa: F401  before torch
 import pytest
 import torch
 from covering import divide

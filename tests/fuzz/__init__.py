@@ -7,3 +7,5 @@ Programs have one of several vocabularies: ``scripts`` (an optimizer or an engin
 ``chains`` (of checkpoints, over modes and numbers of ranks), ``files`` (configurations with mistakes), and, on the
 simulated accelerator, ``streams``.
 """
+
+import mkl_threads  # noqa: F401  before torch

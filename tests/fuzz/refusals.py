@@ -17,6 +17,7 @@ REFUSALS = {
     "foreign placeholder": r"is a placeholder that does not stand for its gradient of this window",
     "save with gradients on the host": r"gradients? .*would be (lost|applied to the loaded weights)",
     "window under way": r"^(a checkpoint has no gradients, and )?those of the window under way would be",
+    "state of a parameter that was taken out": r"no parameter group here has them: their state would be lost",
     "copied after clipping": r"which are not copied: copy or pickle the optimizer after step",
     "option out of range": r"^(lr must be a number of at least 0|Invalid learning rate)",
     "not in the groups": r"not a parameter of this optimizer",

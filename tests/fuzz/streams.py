@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from longshore.engine import activation_checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTH = 12
+_LETTING_GO_S = 5.0
 
 
 class Scaled(nn.Module):
@@ -288,9 +290,13 @@ class Streams:
         """Memory of the device that nobody gave back; after :meth:`end`, where no name of the program is left."""
         if self._begun is None or self._bytes() <= self._begun:
             return 0
-        # What a backward raised is held, with what it had under way, until the device's next backward.
+        # What a backward raised is held, with what it had under way, until the device's next backward, and autograd's
+        # thread lets go of a graph's last tensors when its caller has gone on already.
         torch.ones(1, device=device_type(), requires_grad=True).sum().backward()
         gc.collect()
+        end = time.monotonic() + _LETTING_GO_S
+        while self._bytes() > self._begun and time.monotonic() < end:
+            time.sleep(0.01)
         return max(0, self._bytes() - self._begun)
 
     @staticmethod

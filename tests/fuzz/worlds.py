@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ def pickled(value: Any) -> Any:
 def nothing() -> Tensor:
     """A loss of no parameter."""
     return torch.ones(1, requires_grad=True).sum()
+
+
+@contextlib.contextmanager
+def _as_saved(optimizer: Any, model: nn.Module, names: list[list[str]] | None) -> Iterator[None]:
+    """Put parameters that were taken out of their groups since these were saved back for a while: longshore loads by
+    name, and refuses only if a state would be lost."""
+    groups, named = optimizer.param_groups, dict(model.named_parameters())
+    now = [group["params"] for group in groups]
+    then = [[named[name] for name in group if name in named] for group in names or ()]
+    fewer = len(now) == len(then) and all({*map(id, a)} <= {*map(id, b)} for a, b in zip(now, then, strict=True))
+    try:
+        for group, params in zip(groups, then if fewer else now, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, now, strict=True):
+            group["params"] = params
 
 
 def gradients_of(loss: Tensor, parameters: list[Tensor]) -> None:
@@ -320,15 +338,19 @@ class PlainWorld(World):
         pass
 
     def saved(self, model: nn.Module, optimizer: Any) -> Any:
-        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), groups))
 
     def loaded(self, save: Any, model: nn.Module, optimizer: Any) -> None:
         model.load_state_dict(save[0])
-        optimizer.load_state_dict(copy.deepcopy(save[1]))
+        stateless = len(save) == 3 and not save[1]["state"]
+        with _as_saved(optimizer, model, save[2] if stateless else None):
+            optimizer.load_state_dict(copy.deepcopy(save[1]))
 
     def keep(self, tag: str, model: nn.Module, trained_by: Any) -> None:
         engine = isinstance(trained_by, PlainEngine)
-        save = trained_by.saved() if engine else (*self.saved(model, trained_by), None, None, None)
+        save = trained_by.saved() if engine else (*self.saved(model, trained_by)[:2], None, None, None)
         if self.names["rank"] == 0:
             torch.save(save, self._plain(tag))
         gathered(None)
