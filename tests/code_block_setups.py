@@ -349,7 +349,7 @@ def files(folder: Path) -> Iterator[Names]:
     texts.mkdir()
     for source in sorted((ROOT / "src" / "longshore" / "engine").glob("*.py")):
         shutil.copy(source, texts / f"{source.stem}.txt")
-    shutil.copytree(ROOT / "tests" / "checkpoint" / "deepspeed_data" / "stage2_bf16", folder / "their_checkpoints")
+    shutil.copytree(ROOT / "tests" / "compat" / "checkpoint_data" / "stage2_bf16", folder / "their_checkpoints")
     shutil.copy(ROOT / "examples" / "ds_config.json", folder)
     shutil.copy(ROOT / "examples" / "train_torchrun.py", folder / "train.py")
     yield {}

@@ -101,7 +101,7 @@ def step_counts_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_file_without_clipping_is_clipped_to_another_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("longshore.engine.config.load._DEEPSPEED_CLIPPING", 0.01)
+    patch.setattr("longshore.compat.config.load._DEEPSPEED_CLIPPING", 0.01)
 
 
 PLANTED = {

@@ -208,13 +208,14 @@ SECTIONS = (
         "Configuration",
         "A `ConfigError` lists all that is wrong, each as `path = value: rule; what to do`. The keys that are refused "
         "by name, each with what to do, are in [the list of keys](deepspeed_config.md).",
-        ("engine/config/",),
+        ("engine/config/", "compat/config/"),
         "Change the key that the line begins with; [the list of keys](deepspeed_config.md) has its values.",
     ),
     Section(
         "initialize()",
         "Its arguments, the first weights, schedules, the data, and the ranks as they meet.",
         (
+            "compat/engine.py",
             "engine/setup.py",
             "engine/creation.py",
             "engine/data.py",
@@ -233,7 +234,7 @@ SECTIONS = (
     Section(
         "Values, and activation checkpointing",
         "`longshore.utils` and `longshore.checkpointing`.",
-        ("engine/access.py", "engine/activation_checkpointing.py"),
+        ("engine/access.py", "engine/activation_checkpointing.py", "compat/activation_checkpointing.py"),
         "Change what it names so that it is as the message says.",
     ),
     Section(
@@ -267,7 +268,7 @@ SECTIONS = (
     Section(
         "Importing DeepSpeed's checkpoints",
         "`longshore import-deepspeed`. Nothing is written where one of these is raised.",
-        ("checkpoint/deepspeed.py", "checkpoint/deepspeed_files.py", "checkpoint/deepspeed_layout.py"),
+        ("compat/checkpoint/",),
         _NOT_OURS,
     ),
     Section(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import longshore
+from longshore.compat.config.table import TARGETS
 from longshore.engine.config import (
     Config,
     CsvConfig,
@@ -15,9 +16,8 @@ from longshore.engine.config import (
     TensorBoardConfig,
     WandbConfig,
 )
-from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import TARGETS
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from longshore.engine.config.values import kind_in
 from scripts.docs.docstrings import attributes_of, one_line
 from scripts.docs.keys_page import sentence
@@ -109,7 +109,7 @@ VARIABLES = {
     "LONGSHORE_UNKNOWN_KEYS": (
         "`warn`: unknown keys at the top level of a DeepSpeed file are ignored with a warning, as DeepSpeed "
         "ignores them without one; in sections they stay errors, as there. Default: `error`.",
-        "tests/engine/config/test_conversions.py",
+        "tests/compat/config/test_conversions.py",
     ),
 }
 """Environment variables; ``test_pages.py`` compares them with those that the source reads."""
@@ -119,7 +119,7 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION, "## `longshore.Config`\n", *_rows(Config, attributes_of(Config), keys_of_fields())]
     parts += ["\n## `LossScaling`\n", *_rows(LossScaling, attributes_of(LossScaling), {})]
-    for title, models in (("Optimizers", OPTIMIZERS), ("Schedules", SCHEDULERS)):
+    for title, models in (("Optimizers", OPTIMIZER_CONFIGS), ("Schedules", SCHEDULER_CONFIGS)):
         parts.append(f"\n## {title}\n")
         for name, model in models.items():
             parts += [f"### `{name}`\n", f"{sentence(one_line(model.__doc__))}\n", *_rows(model, {}, {}), ""]

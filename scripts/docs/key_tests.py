@@ -16,7 +16,7 @@ _KEYS = {
     "tests/engine/test_reduction.py::test_prescale_gradients": ("prescale_gradients",),
     "tests/engine/test_reduction.py::test_gradient_predivide_factor": ("gradient_predivide_factor",),
     "tests/engine/test_reduction.py::test_communication_dtype": ("communication_data_type",),
-    "tests/engine/config/test_translate.py::test_old_names": (
+    "tests/compat/config/test_translate.py::test_old_names": (
         "fp32_allreduce",
         "zero_optimization.cpu_offload",
         "zero_optimization.cpu_offload_param",
@@ -24,7 +24,7 @@ _KEYS = {
         "bf16.check_overflow",
     ),
     "tests/engine/test_reduction.py::test_accumulation_dtype": ("data_types.grad_accum_dtype",),
-    "tests/engine/config/test_translate.py::test_param_dtype_agrees": ("data_types.param_dtype",),
+    "tests/compat/config/test_translate.py::test_param_dtype_agrees": ("data_types.param_dtype",),
     "tests/engine/test_reduction.py::test_stages": ("zero_optimization.stage",),
     "tests/engine/test_reduction.py::test_bucket_sizes": (
         "zero_optimization.reduce_bucket_size",
@@ -95,8 +95,8 @@ _KEYS = {
     "tests/engine/test_muon_config.py::test_the_default_method_of_deepspeed_is_worth_a_note": (
         "optimizer.params.ns_method",
     ),
-    "tests/engine/config/test_translate.py::test_adam_w_mode": ("optimizer.params.adam_w_mode",),
-    "tests/engine/config/test_translate.py::test_torch_adam": ("optimizer.params.torch_adam",),
+    "tests/compat/config/test_translate.py::test_adam_w_mode": ("optimizer.params.adam_w_mode",),
+    "tests/compat/config/test_translate.py::test_torch_adam": ("optimizer.params.torch_adam",),
     "tests/engine/test_schedules_by_name.py::test_types": ("scheduler.type",),
     "tests/engine/test_schedules_by_name.py::test_warmup": (
         "scheduler.params.warmup_min_lr",

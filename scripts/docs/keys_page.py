@@ -7,13 +7,15 @@ from collections.abc import Mapping
 
 from pydantic.fields import FieldInfo
 
+from longshore.compat.config.keys import NOT_KEYS, Auto, Key, Treatment
+from longshore.compat.config.kinds import Block
+from longshore.compat.config.table import OLD_SECTIONS, SECTIONS, TABLE, TARGETS
 from longshore.engine.config import Config, LossScaling
 from longshore.engine.config.base import NamedModel, quoted
-from longshore.engine.config.keys import NOT_KEYS, Auto, Key, Treatment
-from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, REFUSED_OPTIMIZERS
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import OLD_SECTIONS, SECTIONS, TABLE, TARGETS
-from longshore.engine.config.values import Block, OneOf
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS, REFUSED_OPTIMIZERS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
+from longshore.engine.config.values import OneOf
+from longshore.optim.rule_optimizer import OPTIMIZERS
 from scripts.docs.docstrings import attributes_of
 from scripts.docs.key_tests import TESTS
 
@@ -38,7 +40,7 @@ ignored with one warning at the top level and in `optimizer`, `scheduler`, `acti
 is left out, except where a line says otherwise.
 
 What DeepSpeed converts is converted, with one warning that lists such keys
-(`tests/engine/config/test_conversions.py`): 0, 1, `"true"`, `"off"` and the like to true and false, and `"5"` or
+(`tests/compat/config/test_conversions.py`): 0, 1, `"true"`, `"off"` and the like to true and false, and `"5"` or
 `"1e-4"` to numbers. 5e8 is an integer; `true` is not a number. Comments (`//`, `#`, `/* */`) and a comma after the last
 entry are read over, with a warning.
 The keys are those of DeepSpeed 0.19 with the older names that files still have.
@@ -102,7 +104,10 @@ def _described(key: Key) -> list[str]:
     return [*texts, *([_defaults(key.name, fields)] if fields else [])]
 
 
-PARAMETERS: dict[str, Mapping[str, type[NamedModel]]] = {"optimizer.params": OPTIMIZERS, "scheduler.params": SCHEDULERS}
+PARAMETERS: dict[str, Mapping[str, type[NamedModel]]] = {
+    "optimizer.params": OPTIMIZER_CONFIGS,
+    "scheduler.params": SCHEDULER_CONFIGS,
+}
 
 _WITHOUT = {
     "warmup_max_lr": "the group's own",
@@ -122,7 +127,7 @@ def _defaults(name: str, fields: Mapping[str, FieldInfo]) -> str:
         return "Must be given."
     said: dict[str, list[str]] = {}
     for of, field in fields.items():
-        default = DEEPSPEED_DEFAULTS.get(of, {}).get(name, field.default)
+        default = OPTIMIZERS[of].file_defaults.get(name, field.default) if of in OPTIMIZERS else field.default
         values = default if isinstance(default, tuple) else (default,)
         words = _WITHOUT[name] if default in (None, ()) else " and ".join(map(_json, values))
         said.setdefault(words, []).append(of)

@@ -41,7 +41,7 @@ INTEGRATIONS = ("transformers", "lightning")
 NOT_CONSTRUCTED = ("Engine", "Stream", "TiledOptimizer", "TrainingLoader")
 """Classes whose instances longshore makes: the arguments of their constructors are not public."""
 
-NOT_PUBLIC = {"Engine": ("binding", "built", "loss_scaling", "ranks")}
+NOT_PUBLIC = {"Engine": ("binding", "built", "loss_scaling", "ranks", "where_else")}
 """Attributes without an underscore that are not for users, by class: other modules of longshore read them."""
 
 BESIDE_THE_REFERENCE: Mapping[str, Sequence[str]] = {
@@ -57,7 +57,7 @@ of their base classes, which other packages define."""
 PROTOCOLS = ("__call__", "__enter__", "__getitem__", "__iter__", "__len__", "__next__")
 
 PARTS_OF_THE_ENGINE = {"save": "save_checkpoint", "load": "load_checkpoint", "wait": "wait_for_checkpoint"}
-"""Names of the engine for methods of ``Checkpoints``; it has those of ``DeepSpeedNames`` under their own names."""
+"""Names of the engine for methods of ``Checkpoints``."""
 
 
 def sections() -> dict[str, dict[str, str]]:
@@ -69,7 +69,7 @@ def sections() -> dict[str, dict[str, str]]:
     main = Listing(results.first_names)
     for name in ("longshore", *MODULES):
         main.module(name)
-    for kind in _of("longshore.engine.config.optimizers", "OPTIMIZERS"):
+    for kind in _of("longshore.engine.config.optimizers", "OPTIMIZER_CONFIGS"):
         main.add(f"longshore.engine.config.{kind}Config", _of("longshore.engine.config", f"{kind}Config"))
     main.add("longshore.__version__", _of("longshore", "__version__"))
     compat = Listing(main.first_names)
@@ -136,11 +136,9 @@ class Listing:
         for each in _members(kind, listed):
             self.entries[f"{name}.{each}"] = _member(kind, each)
         if kind is _of("longshore", "Engine"):
-            parts = {each.__name__: each for each in reference()}
-            for each in _members(parts["DeepSpeedNames"]):
-                self.entries[f"{name}.{each}"] = _member(parts["DeepSpeedNames"], each)
+            (checkpoints,) = (each for each in reference() if each.__name__ == "Checkpoints")
             for each, here in PARTS_OF_THE_ENGINE.items():
-                self.entries[f"{name}.{here}"] = _member(parts["Checkpoints"], each)
+                self.entries[f"{name}.{here}"] = _member(checkpoints, each)
 
     def _bases(self, kind: type) -> str:
         """Return the classes as whose instances programs may know it: those with a name, and other packages'."""
@@ -178,8 +176,9 @@ def _public() -> frozenset[Any]:
 
 def _results() -> list[type]:
     """Return the classes of docs/reference that users do not import; parts of the engine are listed as the engine's."""
-    of_engine = ("Checkpoints", "DeepSpeedNames")
-    found = [each for each in reference() if each not in _public() and each.__name__ not in of_engine]
+    engine = _of("longshore", "Engine")
+    of_engine = [each for each in reference() if each.__name__ == "Checkpoints" or each in engine.__mro__]
+    found = [each for each in reference() if each not in _public() and each not in of_engine]
     return sorted(found, key=lambda each: each.__name__)
 
 
@@ -306,7 +305,7 @@ def _commands() -> dict[str, str]:
 
 def _keys() -> dict[str, str]:
     """Return the keys that a configuration file may have; a refused one only says that it is switched off."""
-    treated = {key.path: key.treatment.value for key in _of("longshore.engine.config.table", "TABLE")}
+    treated = {key.path: key.treatment.value for key in _of("longshore.compat.config.table", "TABLE")}
     return {path: f"  {treatment}" for path, treatment in treated.items() if treatment != "refused"}
 
 

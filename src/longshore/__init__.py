@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from longshore.checkpoint.one_line import load as load
     from longshore.checkpoint.one_line import save as save
     from longshore.checkpoint.one_line import wait_for_checkpoint as wait_for_checkpoint
+    from longshore.compat.engine import Engine as Engine
+    from longshore.compat.engine import add_config_arguments as add_config_arguments
+    from longshore.compat.engine import initialize as initialize
     from longshore.engine import Config as Config
     from longshore.engine import ConfigError as ConfigError
-    from longshore.engine import Engine as Engine
     from longshore.engine import Init as Init
-    from longshore.engine import add_config_arguments as add_config_arguments
     from longshore.engine import init_distributed as init_distributed
-    from longshore.engine import initialize as initialize
     from longshore.engine.client import from_client as from_client
     from longshore.engine.gathering import gather as gather
     from longshore.engine.loss_scale import LossScaleError as LossScaleError
@@ -52,7 +52,8 @@ __version__ = "0.1.0"
 # package first, should show its --help and end on Ctrl-C without waiting for that.
 _HOMES = {
     "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
-    "longshore.engine": "Config ConfigError Engine Init add_config_arguments init_distributed initialize",
+    "longshore.compat.engine": "Engine add_config_arguments initialize",
+    "longshore.engine": "Config ConfigError Init init_distributed",
     "longshore.engine.client": "from_client",
     "longshore.engine.gathering": "gather",
     "longshore.engine.loss_scale": "LossScaleError",

@@ -20,46 +20,95 @@ if TYPE_CHECKING:
     from longshore.byte_sizes import parse_byte_size as parse_byte_size
     from longshore.byte_sizes import parse_memory_budget as parse_memory_budget
     from longshore.byte_sizes import parse_scaled as parse_scaled
-    from longshore.checkpoint.deepspeed import import_deepspeed as import_deepspeed
-    from longshore.checkpoint.deepspeed_files import check_not_deepspeeds as check_not_deepspeeds
+    from longshore.checkpoint.boxes import Box as Box
+    from longshore.checkpoint.boxes import SavedBoxes as SavedBoxes
     from longshore.checkpoint.export import export as export
     from longshore.checkpoint.export import whole_state_dict as whole_state_dict
     from longshore.checkpoint.files import SAVED_DTYPES as SAVED_DTYPES
+    from longshore.checkpoint.files import checked as checked
+    from longshore.checkpoint.files import checked_entry as checked_entry
     from longshore.checkpoint.files import replace_file as replace_file
+    from longshore.checkpoint.folder import LATEST as LATEST
     from longshore.checkpoint.folder import WholeCheckpoint as WholeCheckpoint
+    from longshore.checkpoint.folder import check_tag as check_tag
     from longshore.checkpoint.folder import is_checkpoint as is_checkpoint
     from longshore.checkpoint.folder import read_latest as read_latest
     from longshore.checkpoint.folder import remove_all as remove_all
     from longshore.checkpoint.inspection import CheckpointSummary as CheckpointSummary
     from longshore.checkpoint.inspection import Inspection as Inspection
     from longshore.checkpoint.inspection import inspect as inspect
+    from longshore.checkpoint.model_state import MODEL as MODEL
+    from longshore.checkpoint.optimizer_state import OPTIMIZER as OPTIMIZER
+    from longshore.checkpoint.optimizer_state import array_name as array_name
+    from longshore.checkpoint.other_formats import check_not_deepspeeds as check_not_deepspeeds
+    from longshore.checkpoint.other_formats import is_deepspeed as is_deepspeed
+    from longshore.checkpoint.rank_group import RankGroup as RankGroup
+    from longshore.checkpoint.saving import Content as Content
+    from longshore.checkpoint.saving import Target as Target
+    from longshore.checkpoint.saving import write as write
+    from longshore.checkpoint.training_state import CLIENT_STATE as CLIENT_STATE
+    from longshore.checkpoint.values import Values as Values
+    from longshore.checkpoint.values import encode as encode
     from longshore.engine import precision as precision
     from longshore.engine import schedules as schedules
-    from longshore.engine.config.agreement import ArgumentValue as ArgumentValue
-    from longshore.engine.config.agreement import contradictions as contradictions
-    from longshore.engine.config.agreement import put as put
-    from longshore.engine.config.agreement import settle as settle
-    from longshore.engine.config.agreement import settle_config as settle_config
-    from longshore.engine.config.batch import DEEPSPEED as DEEPSPEED
+    from longshore.engine.activation_checkpointing import checkpoint as checkpoint
+    from longshore.engine.activation_checkpointing import install as install
+    from longshore.engine.activation_checkpointing import is_configured as is_configured
+    from longshore.engine.activation_checkpointing import reset as reset
+    from longshore.engine.binding import Binding as Binding
+    from longshore.engine.config.base import NOTHING as NOTHING
+    from longshore.engine.config.base import FrozenModel as FrozenModel
+    from longshore.engine.config.base import NamedModel as NamedModel
+    from longshore.engine.config.base import alias_of as alias_of
+    from longshore.engine.config.base import candidates as candidates
+    from longshore.engine.config.base import edits as edits
+    from longshore.engine.config.base import json_text as json_text
+    from longshore.engine.config.base import quoted as quoted
+    from longshore.engine.config.base import suggestion as suggestion
+    from longshore.engine.config.batch import OURS as OURS
     from longshore.engine.config.batch import BatchNumbers as BatchNumbers
     from longshore.engine.config.batch import Names as Names
+    from longshore.engine.config.batch import check_world_size as check_world_size
     from longshore.engine.config.batch import resolve as resolve
     from longshore.engine.config.decisive import BETWEEN_RANKS as BETWEEN_RANKS
     from longshore.engine.config.decisive import OF_EACH_RANK as OF_EACH_RANK
     from longshore.engine.config.decisive import order_of_sums as order_of_sums
-    from longshore.engine.config.load import read_config as read_config
+    from longshore.engine.config.model import MONITORS as MONITORS
+    from longshore.engine.config.model import NO_OPTIMIZER as NO_OPTIMIZER
+    from longshore.engine.config.model import checked_config as checked_config
     from longshore.engine.config.optimizers import ENCODABLE as ENCODABLE
+    from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS as OPTIMIZER_CONFIGS
+    from longshore.engine.config.optimizers import OPTIMIZER_TYPE as OPTIMIZER_TYPE
     from longshore.engine.config.optimizers import MuonConfig as MuonConfig
     from longshore.engine.config.optimizers import check_encodable as check_encodable
-    from longshore.engine.config.reading import Reading as Reading
-    from longshore.engine.config.reading import read_file as read_file
+    from longshore.engine.config.optimizers import check_states_seed as check_states_seed
+    from longshore.engine.config.optimizers import optimizers_with as optimizers_with
+    from longshore.engine.config.schedulers import SCHEDULER_CONFIGS as SCHEDULER_CONFIGS
+    from longshore.engine.config.schedulers import SCHEDULER_TYPE as SCHEDULER_TYPE
+    from longshore.engine.config.values import AT_LEAST_0 as AT_LEAST_0
+    from longshore.engine.config.values import AT_LEAST_1 as AT_LEAST_1
+    from longshore.engine.config.values import BOOLEAN as BOOLEAN
+    from longshore.engine.config.values import DTYPE as DTYPE
+    from longshore.engine.config.values import FRACTION as FRACTION
+    from longshore.engine.config.values import LARGEST_SCALE as LARGEST_SCALE
+    from longshore.engine.config.values import LOW_DTYPE as LOW_DTYPE
+    from longshore.engine.config.values import NOT_NEGATIVE as NOT_NEGATIVE
+    from longshore.engine.config.values import TEXT as TEXT
+    from longshore.engine.config.values import Either as Either
+    from longshore.engine.config.values import Exactly as Exactly
+    from longshore.engine.config.values import Infinite as Infinite
+    from longshore.engine.config.values import Items as Items
+    from longshore.engine.config.values import Kind as Kind
+    from longshore.engine.config.values import Number as Number
+    from longshore.engine.config.values import OneOf as OneOf
+    from longshore.engine.config.values import WrongValueError as WrongValueError
     from longshore.engine.config.values import kind_in as kind_in
     from longshore.engine.creation import Unplaced as Unplaced
     from longshore.engine.creation import unplaced as unplaced
     from longshore.engine.data import TrainingLoader as TrainingLoader
-    from longshore.engine.deepspeed_names import save_weights as save_weights
+    from longshore.engine.data import make_loader as make_loader
+    from longshore.engine.engine import Engine as Engine
     from longshore.engine.gathering import comes_in_shards as comes_in_shards
-    from longshore.engine.kept import GivenConfig as GivenConfig
     from longshore.engine.launch import detect as detect
     from longshore.engine.model_sharding import is_fully_sharded as is_fully_sharded
     from longshore.engine.model_sharding import named_leaves as named_leaves
@@ -71,13 +120,17 @@ if TYPE_CHECKING:
     from longshore.engine.random_states import random_states as random_states
     from longshore.engine.random_states import restore_random_states as restore_random_states
     from longshore.engine.ranks import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+    from longshore.engine.ranks import Ranks as Ranks
     from longshore.engine.ranks import expected_world_size as expected_world_size
     from longshore.engine.ranks import join as join
+    from longshore.engine.ranks import with_port as with_port
     from longshore.engine.schedules import change_over as change_over
     from longshore.engine.schedules import make_schedule as make_schedule
-    from longshore.engine.setup import Initialized as Initialized
+    from longshore.engine.setup import data_ranks as data_ranks
+    from longshore.engine.setup import make as make
     from longshore.engine.weights import first_weights as first_weights
     from longshore.engine.wording import did_you_mean as did_you_mean
+    from longshore.engine.wording import shown as shown
     from longshore.kernels import SUPPORTED_DTYPES as SUPPORTED_DTYPES
     from longshore.kernels import Buffer as Buffer
     from longshore.kernels import HostKernels as HostKernels
@@ -114,6 +167,7 @@ if TYPE_CHECKING:
     from longshore.optim.shards import present as present
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.wrapped_names import counterparts as counterparts
+    from longshore.sharding import sharded_store as sharded_store
     from longshore.sharding.fsdp import FullyShardedModel as FullyShardedModel
     from longshore.sharding.fsdp import sharded_of as sharded_of
     from longshore.sharding.layout import chunk as chunk
@@ -136,6 +190,7 @@ if TYPE_CHECKING:
     from longshore.sharding.waiting import gather_objects as gather_objects
     from longshore.streaming import streams_of as streams_of
     from longshore.streaming.checks import module_that_cannot as module_that_cannot
+    from longshore.tiles import MASTER as MASTER
     from longshore.tiles import Ranges as Ranges
     from longshore.tiles import Recorder as Recorder
     from longshore.tiles import events as events
@@ -172,6 +227,7 @@ if TYPE_CHECKING:
     from longshore.torch_versions import require as require
     from longshore.transfer import CopyHandle as CopyHandle
     from longshore.transfer import FinishedCopy as FinishedCopy
+    from longshore.units import WrapPolicy as WrapPolicy
     from longshore.units import units_of as units_of
     from longshore.units import units_with_leaves as units_with_leaves
 
@@ -179,35 +235,45 @@ HOMES = {
     "longshore": "engine machine",
     "longshore.accelerator": "DeviceClock Mark accelerator_type",
     "longshore.byte_sizes": "format_byte_size parse_byte_size parse_memory_budget parse_scaled",
-    "longshore.checkpoint.deepspeed": "import_deepspeed",
-    "longshore.checkpoint.deepspeed_files": "check_not_deepspeeds",
+    "longshore.checkpoint.boxes": "Box SavedBoxes",
     "longshore.checkpoint.export": "export whole_state_dict",
-    "longshore.checkpoint.files": "SAVED_DTYPES replace_file",
-    "longshore.checkpoint.folder": "WholeCheckpoint is_checkpoint read_latest remove_all",
+    "longshore.checkpoint.files": "SAVED_DTYPES checked checked_entry replace_file",
+    "longshore.checkpoint.folder": "LATEST WholeCheckpoint check_tag is_checkpoint read_latest remove_all",
     "longshore.checkpoint.inspection": "CheckpointSummary Inspection inspect",
+    "longshore.checkpoint.model_state": "MODEL",
+    "longshore.checkpoint.optimizer_state": "OPTIMIZER array_name",
+    "longshore.checkpoint.other_formats": "check_not_deepspeeds is_deepspeed",
+    "longshore.checkpoint.rank_group": "RankGroup",
+    "longshore.checkpoint.saving": "Content Target write",
+    "longshore.checkpoint.training_state": "CLIENT_STATE",
+    "longshore.checkpoint.values": "Values encode",
     "longshore.engine": "precision schedules",
-    "longshore.engine.config.agreement": "ArgumentValue contradictions put settle settle_config",
-    "longshore.engine.config.batch": "BatchNumbers DEEPSPEED Names resolve",
+    "longshore.engine.activation_checkpointing": "checkpoint install is_configured reset",
+    "longshore.engine.binding": "Binding",
+    "longshore.engine.config.base": "FrozenModel NOTHING NamedModel alias_of candidates edits json_text quoted "
+    "suggestion",
+    "longshore.engine.config.batch": "BatchNumbers Names OURS check_world_size resolve",
     "longshore.engine.config.decisive": "BETWEEN_RANKS OF_EACH_RANK order_of_sums",
-    "longshore.engine.config.load": "read_config",
-    "longshore.engine.config.optimizers": "ENCODABLE MuonConfig check_encodable",
-    "longshore.engine.config.reading": "Reading read_file",
-    "longshore.engine.config.values": "kind_in",
+    "longshore.engine.config.model": "MONITORS NO_OPTIMIZER checked_config",
+    "longshore.engine.config.optimizers": "ENCODABLE MuonConfig OPTIMIZER_CONFIGS OPTIMIZER_TYPE check_encodable "
+    "check_states_seed optimizers_with",
+    "longshore.engine.config.schedulers": "SCHEDULER_CONFIGS SCHEDULER_TYPE",
+    "longshore.engine.config.values": "AT_LEAST_0 AT_LEAST_1 BOOLEAN DTYPE Either Exactly FRACTION Infinite Items "
+    "Kind LARGEST_SCALE LOW_DTYPE NOT_NEGATIVE Number OneOf TEXT WrongValueError kind_in",
     "longshore.engine.creation": "Unplaced unplaced",
-    "longshore.engine.data": "TrainingLoader",
-    "longshore.engine.deepspeed_names": "save_weights",
+    "longshore.engine.data": "TrainingLoader make_loader",
+    "longshore.engine.engine": "Engine",
     "longshore.engine.gathering": "comes_in_shards",
-    "longshore.engine.kept": "GivenConfig",
     "longshore.engine.launch": "detect",
     "longshore.engine.model_sharding": "is_fully_sharded named_leaves rest_device shard_model stream_model",
     "longshore.engine.muon": "muon_groups_of",
     "longshore.engine.precision": "DTYPES",
     "longshore.engine.random_states": "random_states restore_random_states",
-    "longshore.engine.ranks": "DEFAULT_TIMEOUT expected_world_size join",
+    "longshore.engine.ranks": "DEFAULT_TIMEOUT Ranks expected_world_size join with_port",
     "longshore.engine.schedules": "change_over make_schedule",
-    "longshore.engine.setup": "Initialized",
+    "longshore.engine.setup": "data_ranks make",
     "longshore.engine.weights": "first_weights",
-    "longshore.engine.wording": "did_you_mean",
+    "longshore.engine.wording": "did_you_mean shown",
     "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES StateFormat TileSegment element_bytes newton_schulz "
     "parse_state_format",
     "longshore.layout": "MatrixLayout TileCount count_tiles default_tile_numel",
@@ -223,6 +289,7 @@ HOMES = {
     "longshore.optim.shards": "held_part is_sharded present",
     "longshore.optim.tiled_optimizer": "TiledOptimizer",
     "longshore.optim.wrapped_names": "counterparts",
+    "longshore.sharding": "sharded_store",
     "longshore.sharding.fsdp": "FullyShardedModel sharded_of",
     "longshore.sharding.layout": "chunk fill_buckets shard_numel_of shard_parts",
     "longshore.sharding.matrices": "batched owners_of",
@@ -233,7 +300,7 @@ HOMES = {
     "longshore.sharding.waiting": "finish gather_objects",
     "longshore.streaming": "streams_of",
     "longshore.streaming.checks": "module_that_cannot",
-    "longshore.tiles": "Ranges Recorder events",
+    "longshore.tiles": "MASTER Ranges Recorder events",
     "longshore.tiles.arrivals": "LANDING_SLOTS",
     "longshore.tiles.backend": "kept_on_device",
     "longshore.tiles.bets": "speculation_budget",
@@ -243,7 +310,7 @@ HOMES = {
     "longshore.tiles.memory": "allocate_zeros padded_bytes",
     "longshore.torch_versions": "require",
     "longshore.transfer": "CopyHandle FinishedCopy",
-    "longshore.units": "units_of units_with_leaves",
+    "longshore.units": "WrapPolicy units_of units_with_leaves",
 }
 
 if not TYPE_CHECKING:

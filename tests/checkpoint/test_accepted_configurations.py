@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine.config.strategies import insert
+from compat.config.strategies import insert
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import longshore
 from checkpoint.test_accepted_settings import same
+from longshore.compat.config.keys import Treatment
+from longshore.compat.config.kinds import Block
+from longshore.compat.config.table import TABLE
 from longshore.engine.config import Config, FlopsProfilerConfig, LossScaling
 from longshore.engine.config.base import FrozenModel
-from longshore.engine.config.keys import Treatment
 from longshore.engine.config.model import MONITORS
-from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import TABLE
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from longshore.engine.config.values import (
     MOST_INTEGER,
-    Block,
     Budget,
     Either,
     Exactly,
@@ -86,8 +86,8 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
 
 NESTED: dict[str, list[type[FrozenModel]]] = {
     "loss_scaling": [LossScaling],
-    "optimizer": [*OPTIMIZERS.values()],
-    "scheduler": [*SCHEDULERS.values()],
+    "optimizer": [*OPTIMIZER_CONFIGS.values()],
+    "scheduler": [*SCHEDULER_CONFIGS.values()],
     "flops_profiler": [FlopsProfilerConfig],
     **{name: [model] for name, model in MONITORS.items() if name != "wandb"},  # which speaks to a server
 }
@@ -124,7 +124,7 @@ def nested(model: type[FrozenModel]) -> st.SearchStrategy[dict[str, Any]]:
     return st.tuples(st.fixed_dictionaries(required), fields_of(model)).map(lambda two: {**two[0], **two[1], **kind})
 
 
-CONFIGURATIONS = st.tuples(st.one_of([nested(each) for each in OPTIMIZERS.values()]), fields_of(Config)).map(
+CONFIGURATIONS = st.tuples(st.one_of([nested(each) for each in OPTIMIZER_CONFIGS.values()]), fields_of(Config)).map(
     lambda two: {**two[1], "optimizer": two[0]}
 )
 
@@ -217,11 +217,11 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     """A DeepSpeed file with a few honoured keys, in sections that are on."""
     file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
     file["zero_optimization"] = {"stage": draw(st.integers(0, 3)), "offload_optimizer": {"device": "cpu"}}
-    file["optimizer"] = {"type": draw(st.sampled_from(sorted(OPTIMIZERS))), "params": {}}
+    file["optimizer"] = {"type": draw(st.sampled_from(sorted(OPTIMIZER_CONFIGS))), "params": {}}
     for key in draw(st.lists(st.sampled_from(KEYS), max_size=5, unique_by=lambda key: key.path)):
         insert(file, key, draw(FEW.get(key.name, values_of(key.kind))))
     if "params" in file.get("scheduler", {}):
-        file["scheduler"].setdefault("type", draw(st.sampled_from(sorted(SCHEDULERS))))
+        file["scheduler"].setdefault("type", draw(st.sampled_from(sorted(SCHEDULER_CONFIGS))))
     for section in ("fp16", "bf16", "torch_autocast", "flops_profiler", *MONITORS):
         if section in file:
             file[section]["enabled"] = section != "wandb"

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from compat import checkpoint_cases
+from compat.test_checkpoint_import import OPTIMIZER_FILE, PLAIN, TAG, base_of, brought, copied, edit
 from ranks import Ranks
 from safetensors.torch import load_file
 
-from checkpoint import deepspeed_cases, resume_cases
+from checkpoint import resume_cases
 from checkpoint import states_cases as cases
 from checkpoint.resume_cases import Setting, check_same
-from checkpoint.test_deepspeed import OPTIMIZER_FILE, PLAIN, TAG, base_of, brought, copied, edit
 from checkpoint.test_hostile import rehash
 from checkpoint.test_resume import check
 from longshore.checkpoint.inspection import inspect
@@ -238,14 +239,14 @@ def test_deepspeeds_bfloat16_states(dtype: torch.dtype, tmp_path: Path) -> None:
 
     edit(source / TAG / OPTIMIZER_FILE, narrow)
     brought(source, tmp_path / "out")
-    expected = load_file(deepspeed_cases.DATA / PLAIN / "expected.safetensors")
+    expected = load_file(checkpoint_cases.DATA / PLAIN / "expected.safetensors")
     rounded = {
         name: value.bfloat16().float() if name.endswith(("exp_avg", "exp_avg_sq")) else value
         for name, value in expected.items()
     }
-    with deepspeed_cases.engine_of(PLAIN, 2) as engine:
+    with checkpoint_cases.engine_of(PLAIN, 2) as engine:
         engine.load_checkpoint(tmp_path / "out")
-        deepspeed_cases.check_state(engine, rounded)
+        checkpoint_cases.check_state(engine, rounded)
     assert any(not torch.equal(rounded[name], expected[name]) for name in expected)
 
 

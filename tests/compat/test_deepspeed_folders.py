@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.deepspeed_cases import DATA, check_state
-from checkpoint.write_deepspeed_data import CASES, Model, config_of, groups_of
 from safetensors.torch import load_file
 from support import PlainLoop
 from torch import nn
@@ -18,8 +16,10 @@ from transformers import TrainerState, get_constant_schedule
 
 import longshore
 import longshore.compat.deepspeed as deepspeed
+from compat.checkpoint_cases import DATA, check_state
 from compat.test_routes import AUTO, SCRIPTS, assert_same, run_deepspeed
-from longshore.checkpoint.deepspeed import import_deepspeed
+from compat.write_checkpoint_data import CASES, Model, config_of, groups_of
+from longshore.compat.checkpoint.importing import import_deepspeed
 from longshore.errors import CheckpointError
 
 ADVICE = r"is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out FOLDER{tag}`"

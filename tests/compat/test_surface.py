@@ -394,11 +394,11 @@ def test_seeds() -> None:
 
 # -- checkpoints -------------------------------------------------------------------
 
-DEEPSPEED_DATA = Path(__file__).parents[1] / "checkpoint" / "deepspeed_data"
+DEEPSPEED_DATA = Path(__file__).parent / "checkpoint_data"
 
 
 def test_whole_weights_of_ours(tmp_path: Path) -> None:
-    from engine.deepspeed_call_cases import Tied
+    from compat.engine_cases import Tied
 
     config = {
         **NAMED,

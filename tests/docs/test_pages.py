@@ -13,8 +13,8 @@ from code_blocks import PAGES, ROOT
 
 import longshore
 import longshore.errors
+from longshore.compat.config.table import TABLE
 from longshore.engine.config import Config
-from longshore.engine.config.table import TABLE
 from longshore.tiles import events as tile_events
 from longshore.tiles.tile import TileEvent
 from scripts.docs import advice, config_page, errors_page, tile_table

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import longshore
 from longshore.activations import HostInput
 from longshore.checkpointing import checkpoint, configure, held_host_bytes, is_configured, reset
+from longshore.compat.config.table import KEYS
 from longshore.engine import ConfigError, activation_checkpointing
-from longshore.engine.config.table import KEYS
 
 
 @pytest.fixture(autouse=True)

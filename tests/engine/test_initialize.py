@@ -19,7 +19,6 @@ import longshore.checkpointing
 from engine import files
 from engine.files import OPTIONS, USERS_BLOCK, assert_same, file, gradients_of, started, train, without
 from longshore.engine import ConfigError, activation_checkpointing
-from longshore.engine.attributes import WHERE_ELSE
 from longshore.kernels import HostKernels, usable_cpus
 
 
@@ -332,7 +331,7 @@ def _check_what_the_engine_says(engine: Any) -> None:
     assert not hasattr(engine, "offload_states")
     with pytest.raises(AttributeError, match=r"'offload_states'; .*offload_optimizer"):
         _ = engine.offload_states
-    with pytest.raises(AttributeError, match=f"'nothing'; {WHERE_ELSE}$"):
+    with pytest.raises(AttributeError, match=f"'nothing'; {longshore.Engine.where_else}$"):
         _ = engine.nothing
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import longshore
 from longshore.engine import schedules
 from longshore.engine.config import ConfigError, load_config
-from longshore.engine.config.schedulers import SCHEDULERS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from longshore.engine.schedules import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warmup.* gives all groups the learning rate")
@@ -34,7 +34,7 @@ def optimizer_with(lrs: tuple[Any, ...] = LRS, kind: Any = torch.optim.AdamW, **
 def make_schedule(name: str, params: dict[str, Any], optimizer: Any) -> Schedule:
     """As a script that builds the class, and as a configuration: both are the same."""
     made = getattr(schedules, name)(optimizer, **params)
-    assert made.state_dict() == schedules.make_schedule(SCHEDULERS[name](**params), optimizer).state_dict()
+    assert made.state_dict() == schedules.make_schedule(SCHEDULER_CONFIGS[name](**params), optimizer).state_dict()
     return made
 
 
@@ -207,7 +207,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULER_CONFIGS)
 def test_a_saved_state_goes_on_as_if_never_stopped(name: str) -> None:
     whole = walk(name, CASES[name], 12)
     assert len({lrs[0] for lrs in whole}) > 3
@@ -307,7 +307,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_lists_have_one_value_for_each_group(by_name: bool) -> None:
     params = {**ONE_CYCLE, "cycle_max_mom": [0.1, 0.2, 0.3]}
-    made = SCHEDULERS["OneCycle"](**params)
+    made = SCHEDULER_CONFIGS["OneCycle"](**params)
     make = schedules.make_schedule if by_name else lambda _, optimizer: schedules.OneCycle(optimizer, **params)
     with pytest.raises(ConfigError, match=r"cycle_max_mom = .*lists 3 values, and the optimizer has 2 groups"):
         make(made, optimizer_with())

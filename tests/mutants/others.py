@@ -207,14 +207,14 @@ MUTANTS = [
     ),
     Mutant(
         "a configuration that was changed is not looked at",
-        "check_kept",
-        "given.check()",
+        "Engine._check_kept",
+        "self._given.check()",
         "",
         (KEPT + "::test_a_configuration_that_was_changed_is_an_error_until_it_is_put_back",),
     ),
     Mutant(
         "another engine of a configuration changes the first one's",
-        "GivenConfig.__init__",
+        "ConfigWatch.__init__",
         "former._given = former._before = {}",
         "pass",
         (KEPT + "::test_a_configuration_may_be_changed_for_another_engine",),

@@ -62,7 +62,7 @@ class Signum(RuleOptimizer):
     """SGD by the sign of the momentum; weight decay is decoupled."""
 
     rules = SignumFamily
-    deepspeed_defaults: ClassVar = {"rate": 0.5}
+    file_defaults: ClassVar = {"rate": 0.5}
 
     def __init__(
         self,

@@ -9,8 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +18,6 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes
-from longshore.checkpoint.deepspeed import import_deepspeed
-from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import TensorFile, TensorHead, checked, read_json, sync_folder, write_json
 from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint, take_name
 from longshore.checkpoint.model_state import MODEL
@@ -311,8 +307,7 @@ def whole_state_dict(
     """Return float32 weights on the CPU, under all names that the model has for them; tied weights are one tensor.
 
     Args:
-        checkpoint: the folder that was given to ``save_checkpoint``, longshore's or DeepSpeed's (ZeRO 1, 2 and 3); or
-            the folder of one checkpoint of longshore.
+        checkpoint: the folder that was given to ``save_checkpoint``, or that of one checkpoint.
         tag: the checkpoint's tag; None: the latest.
         exclude_frozen: leave out parameters that were not trained.
 
@@ -323,15 +318,7 @@ def whole_state_dict(
         CheckpointError: it is missing, damaged, or does not have the whole model.
         ValueError: ``tag`` is not a valid tag.
     """
-    root = Path(checkpoint).absolute()
-    if not is_deepspeed(root, tag):
-        return _tensors(chosen(root, tag), exclude_frozen)
-    with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they are about values that are not weights
-        return _tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen)
-
-
-def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> dict[str, Tensor]:
+    whole = chosen(Path(checkpoint).absolute(), tag)
     values, reader = read_description(whole.path), BoxReader(whole.path)
     stepped = (values.get(OPTIMIZER) or {"parameters": {}})["parameters"]
     frozen = {name for name in values[MODEL]["parameters"] if exclude_frozen and name not in stepped}

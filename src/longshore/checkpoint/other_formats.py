@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from longshore.checkpoint.deepspeed_files import check_not_deepspeeds
-from longshore.checkpoint.folder import is_checkpoint
+from longshore.checkpoint.folder import check_tag, is_checkpoint, read_latest
 from longshore.errors import CheckpointError
 
+_DEEPSPEEDS = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _TORCHS = ".metadata"
 """File of a checkpoint of ``torch.distributed.checkpoint``, beside which are files ``*.distcp``."""
 
@@ -28,6 +29,34 @@ def check_not_others(root: Path, tag: str | None) -> None:
                 "masters that no checkpoint of torch.optim has; longshore.save() then writes what engines load, too "
                 '(docs/from_fsdp2.md, "Checkpoints of torch.distributed.checkpoint", has the lines)'
             )
+
+
+def is_deepspeed(source: Path, tag: str | None) -> bool:
+    """Return whether DeepSpeed wrote the checkpoint with that tag (None: the one that ``latest`` names)."""
+    try:
+        tag = read_latest(source) if tag is None else check_tag(tag)
+        names = [] if tag is None else [path.name for path in (source / tag).iterdir()]
+    except (ValueError, OSError):
+        return False
+    return any(map(_DEEPSPEEDS.fullmatch, names)) and not is_checkpoint(source / str(tag))
+
+
+def check_not_deepspeeds(root: Path, tag: str | None) -> None:
+    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh.
+
+    Args:
+        root: the folder of checkpoints; or that of one checkpoint, as somebody may give it.
+        tag: the checkpoint's tag; None: the one that ``latest`` names.
+    """
+    if tag is None and is_deepspeed(root.parent, root.name):
+        root, tag = root.parent, root.name
+    if is_deepspeed(root, tag):
+        tagged = "" if tag is None else f" --tag {tag}"
+        raise CheckpointError(
+            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
+            f"FOLDER{tagged}`, copy to FOLDER what transformers or Accelerate saved beside it (not the folder that was "
+            "converted), and load FOLDER"
+        )
 
 
 def _folders(root: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def import_deepspeed(
 
     It does not need DeepSpeed, and executes nothing that the files name.
     """
-    from longshore.seam import import_deepspeed as write
+    from longshore.compat.checkpoint.importing import import_deepspeed as write
 
     with warnings_as_lines():
         try:

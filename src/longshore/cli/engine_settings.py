@@ -15,20 +15,11 @@ from typing import Any
 from longshore import Config, ConfigError
 from longshore.cli.settings import MUON_RATES, EngineSettings, TrainSettings
 from longshore.cli.terminal import SettingsError
+from longshore.compat.config.agreement import ArgumentValue, contradictions, put, settle
+from longshore.compat.config.load import DEEPSPEED
+from longshore.compat.config.reading import Reading, read_file
 from longshore.engine.config import LoadedConfig, LossScaling, Problem, load_config
-from longshore.seam import (
-    DEEPSPEED,
-    ArgumentValue,
-    BatchNumbers,
-    Names,
-    Reading,
-    contradictions,
-    expected_world_size,
-    put,
-    read_file,
-    resolve,
-    settle,
-)
+from longshore.seam import BatchNumbers, Names, expected_world_size, resolve
 
 MUON_PARAMS = {"ns_method": "standard", "betas": [0.9, 0.999], "eps": 1e-8, **MUON_RATES}
 """Parameters in a file for what ``train`` does without an engine."""

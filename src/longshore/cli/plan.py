@@ -86,8 +86,8 @@ def _parse_optimizer(text: str) -> OptimizerChoice:
 def _optimizer_of_file(file: str) -> OptimizerChoice:
     """Return the optimizer that a configuration names, with the format of its states; what is "auto" there has its
     default."""
+    from longshore.compat.config.load import read_config
     from longshore.engine.config import load_config
-    from longshore.seam import read_config
 
     try:
         _, content = read_config(file)

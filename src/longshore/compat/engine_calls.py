@@ -7,7 +7,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,11 +32,8 @@ def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
     """
     if isinstance(config, Mapping):
         vars(engine)["config"] = FileConfig.of(engine.config, config)  # scripts cannot assign it
-    engine._deepspeed = replace(
-        engine._deepspeed,
-        _file=config if isinstance(config, Mapping) else {},
-        _client_name=type(optimizer).__name__ if isinstance(optimizer, Optimizer) else "",
-    )
+    engine._file = config if isinstance(config, Mapping) else {}
+    engine._client_name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else ""
     if engine.config.stage == 3:
         show_status()
         number(engine.module.parameters())

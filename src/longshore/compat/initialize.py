@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longshore import Config, ConfigError, LongshoreError
+from longshore.compat import engine as own
+from longshore.compat.config.load import read_config
+from longshore.compat.config.watch import ConfigWatch
 from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
+from longshore.compat.engine import Initialized
 from longshore.compat.engine_calls import answer_as_deepspeed, refuse_leaves_without_gradients
 from longshore.compat.zero import note_leaves, policy_for
-from longshore.seam import GivenConfig, Initialized, read_config
-from longshore.seam import engine as own
 
 
 def initialize(
@@ -82,7 +84,7 @@ def initialize(
             mesh_param=mesh_param,
             wrap_policy=policy_for(model, config),
         )
-    made.engine._given = GivenConfig.among([whole])
+    made.engine._given = ConfigWatch.among([whole])
     answer_as_deepspeed(made.engine, config, optimizer)
     if evaluates:
         made.engine.backward = made.engine.step = _without_optimizer

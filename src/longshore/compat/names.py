@@ -6,12 +6,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from longshore import ConfigError, Engine, add_config_arguments, checkpointing
+from longshore import ConfigError, Engine, add_config_arguments
 from longshore import utils as access
-from longshore.compat import constructors, distributed, initialize, offload_config, optimizers, utils, zero
+from longshore.compat import (
+    activation_checkpointing,
+    constructors,
+    distributed,
+    initialize,
+    offload_config,
+    optimizers,
+    utils,
+    zero,
+)
 from longshore.compat.absent import VERSION
 from longshore.compat.stage3_names import ZeroParamStatus
-from longshore.seam import TiledOptimizer, TrainingLoader, schedules
+from longshore.seam import TiledOptimizer, TrainingLoader, checkpoint, is_configured, reset, schedules
 
 _MAJOR, _MINOR, _PATCH = map(int, VERSION.partition("+")[0].split("."))
 
@@ -24,7 +33,12 @@ def _of(source: Any, names: str) -> dict[str, Any]:
 
 
 _ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
-_CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
+_CHECKPOINTING = {
+    "checkpoint": checkpoint,
+    "configure": activation_checkpointing.configure,
+    "is_configured": is_configured,
+    "reset": reset,
+}
 _ACCELERATOR = _of(utils, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(distributed, "get_local_rank get_world_group init_distributed")
 _INITIALIZE = {

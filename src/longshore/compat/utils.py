@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -256,7 +258,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return whole float32 weights (masters) on the CPU, by name; tied ones are one tensor under all their names.
 
     Args:
-        checkpoint_dir, tag: as for ``save_checkpoint``; without a tag, the latest.
+        checkpoint_dir, tag: as for ``save_checkpoint``, longshore's or DeepSpeed's (ZeRO 1, 2 and 3); without a tag,
+            the latest.
         exclude_frozen_parameters: leave frozen parameters out.
         lazy_mode: refused; ``convert_zero_checkpoint_to_fp32_state_dict`` needs memory for one tensor at a time.
 
@@ -264,14 +267,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
         ValueError: ``lazy_mode`` is set, or there is no tag.
     """
-    from longshore.seam import whole_state_dict
+    from longshore.seam import is_deepspeed, whole_state_dict
 
     if lazy_mode:
         raise ValueError(
             "lazy_mode is not supported; use convert_zero_checkpoint_to_fp32_state_dict(..., safe_serialization=True), "
             "which needs memory for one tensor at a time"
         )
-    return whole_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
+    root = Path(checkpoint_dir).absolute()
+    if not is_deepspeed(root, tag):
+        return whole_state_dict(root, tag, exclude_frozen_parameters)
+    from longshore.compat.checkpoint.importing import import_deepspeed
+
+    with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are about values that are not weights
+        imported = import_deepspeed(root, Path(folder), tag)
+        return whole_state_dict(imported, exclude_frozen=exclude_frozen_parameters)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -305,7 +316,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         ValueError: ``max_shard_size`` is not a valid size.
     """
-    from longshore.seam import export, save_weights
+    from longshore.compat.engine import save_weights
+    from longshore.seam import export
 
     try:
         max_bytes = 1 << 62 if max_shard_size is None else parse_byte_size(max_shard_size)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
-
-from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON
 
 _FIXED = {
     "module": "the optimizer steps the parameters of the model that initialize() was given: wrap or replace the model "
@@ -25,32 +23,26 @@ _INSTEAD_OF_ASSIGNING = {
     "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary()",
 }
 
-WHERE_ELSE = (
-    "settings are in engine.config, and docs/from_deepspeed.md lists the names of DeepSpeed's engine that this one has"
-)
-
 
 class EngineAttributes(nn.Module):
-    """Looks up names of DeepSpeed's engine and those of the model, and sees every assignment or refuses it.
+    """Looks up names of the model, and sees every assignment or refuses it.
 
     Attributes:
+        where_else: the end of the error about a name that neither the engine nor the model has.
         built: whether the engine has all of its own attributes; what is assigned then is the user's.
     """
 
+    where_else: ClassVar[str] = "settings are in engine.config"
     built = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in INSTEAD:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
-        if name in PASSED_ON:
-            return getattr(self.__dict__["_deepspeed"], name)
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
                 raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}; {WHERE_ELSE}"
+                    f"{type(self).__name__!r} object has no attribute {name!r}; {self.where_else}"
                 ) from None
         return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
 
@@ -66,11 +58,12 @@ class EngineAttributes(nn.Module):
         if name in _FIXED and value is not getattr(self, name):
             instead = _FIXED[name]
             raise AttributeError(f"engine.{name} cannot be assigned; {instead}")
-        is_method = name in PASSED_ON or callable(getattr(type(self), name, None))
+        of_class = getattr(type(self), name, None)
+        is_method = callable(of_class) or isinstance(of_class, property)
         if is_method and not callable(value):  # a function may wrap the method: those who call it call the function
             instead = _INSTEAD_OF_ASSIGNING.get(name, "set it in the configuration, before initialize()")
             raise AttributeError(f"engine.{name} cannot be assigned, and what it says would stay; {instead}")
-        own = name in self.__dict__ or name in self._modules or name in PASSED_ON or hasattr(type(self), name)
+        own = name in self.__dict__ or name in self._modules or hasattr(type(self), name)
         on_model = not own and hasattr(self._modules["module"], name)
         place: Any = self._modules["module"] if on_model else super()
         place.__setattr__(name, value)

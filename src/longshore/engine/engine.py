@@ -1,4 +1,4 @@
-"""The engine: forward, backward and step of one model, sharded and offloaded, with DeepSpeed's calls."""
+"""The engine: forward, backward and step of one model, sharded and offloaded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints, Saving
 from longshore.engine.config import Config
-from longshore.engine.deepspeed_names import DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
-from longshore.engine.kept import GivenConfig, check_kept
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
@@ -34,11 +32,11 @@ from longshore.streaming import Stream
 
 
 class Engine(EngineAttributes):
-    """A model with its optimizer, as :func:`longshore.initialize` returns it.
+    """A model with its optimizer, as :func:`longshore.engine.setup.make` returns it.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several ranks, every rank makes the same calls
-    in the same order. Other attributes are looked up in :class:`DeepSpeedNames`, and then in the model. Assigning one
-    that the model has sets it there; parts of the engine and values of its configuration cannot be assigned.
+    in the same order. Other attributes are looked up in the model. Assigning one that the model has sets it there;
+    parts of the engine and values of its configuration cannot be assigned.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Engine(EngineAttributes):
         self._stream: Stream | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self._given = GivenConfig({})
         # Change with every step.
         self.global_steps = 0
         self.micro_steps = 0
@@ -68,7 +65,6 @@ class Engine(EngineAttributes):
         self._stepping = False
         self._destroyed = False
         # Parts of the engine.
-        self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
         self._reports = reports_of(config, ranks, module, optimizer)
         self._saving = Saving(self._window)
         self.loss_scaling.hand_to(optimizer)
@@ -182,7 +178,7 @@ class Engine(EngineAttributes):
         window = self._window
         sharded = sharded_store(self.optimizer)
         try:
-            check_kept(self._given, self.optimizer)
+            self._check_kept()
             raw = window.has_raw(self.optimizer._core.gradients_arrived)
             others = sharded.ownership.ranks_with_raw(raw) if sharded is not None and window.alone else ()
             due = window.due(raw, self.loss_scaling.value, others)
@@ -248,12 +244,17 @@ class Engine(EngineAttributes):
         """Discard all gradients of the window, on the host too."""
         self.optimizer.zero_grad(set_to_none)
 
+    def _check_kept(self) -> None:
+        """Raise LongshoreError for what a script did to objects that it kept, where training would not see it."""
+        if (sharded := sharded_store(self.optimizer)) is not None:
+            sharded.ownership.check_handles()
+
     def _check_step(self) -> None:
         """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check, or if the
         script expects other settings."""
         if self._stepping:
             return
-        check_kept(self._given, self.optimizer)
+        self._check_kept()
         clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
         if clips or skips:
             raise LongshoreError(

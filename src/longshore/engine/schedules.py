@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from longshore.engine.config.base import ConfigError, Problem
-from longshore.engine.config.schedulers import SCHEDULERS, OneCycleConfig, ScheduleConfig, WarmupCosineLRConfig
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS, OneCycleConfig, ScheduleConfig, WarmupCosineLRConfig
 from longshore.engine.wording import is_integer, shown
 from longshore.optim.other_name import stands_for
 
@@ -20,7 +20,7 @@ _START = "last_batch_iteration"
 
 
 class Schedule(LRScheduler):
-    """A schedule with torch's interface; each of ``SCHEDULERS`` has a subclass.
+    """A schedule with torch's interface; each of ``SCHEDULER_CONFIGS`` has a subclass.
 
     A new schedule sets the first learning rates at once. ``last_epoch`` counts the calls of ``step()``, and
     ``last_batch_iteration`` is one less, as in DeepSpeed. ``OneCycle`` leaves the momentum of groups without ``betas``
@@ -47,7 +47,7 @@ class Schedule(LRScheduler):
     def _configured(self, optimizer: Optimizer, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
         """Check the parameters against the optimizer's groups, and return the configuration or raise ConfigError."""
         name, count = type(self).__name__, len(optimizer.param_groups)
-        kind = SCHEDULERS[name]
+        kind = SCHEDULER_CONFIGS[name]
         names = [*(field for field in kind.model_fields if field != "type"), _START]
         if len(values) > len(names):
             raise TypeError(f"{name} has {len(names)} parameters besides the optimizer, and got {len(values)}")
@@ -177,7 +177,7 @@ class Schedule(LRScheduler):
 
 _CLASSES: dict[str, type[Schedule]] = {
     name: type(name, (Schedule,), {"__doc__": kind.__doc__, "__module__": __name__})
-    for name, kind in SCHEDULERS.items()
+    for name, kind in SCHEDULER_CONFIGS.items()
 }
 
 
@@ -196,7 +196,7 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
         TypeError: ``optimizer`` is not a torch optimizer.
     """
     given = {name: getattr(config, name) for name in config.model_fields_set if name != "type"}
-    name = next(name for name, kind in SCHEDULERS.items() if isinstance(config, kind))
+    name = next(name for name, kind in SCHEDULER_CONFIGS.items() if isinstance(config, kind))
     return _CLASSES[name](optimizer, **given)
 
 

@@ -1,8 +1,7 @@
-"""``longshore.initialize``: from a model and a configuration to an engine."""
+"""``make``: from a model and a configuration to an engine."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -11,10 +10,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,10 +21,9 @@ from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
 from longshore.engine.client import take_over
-from longshore.engine.config import Config, LoadedConfig, load_config
+from longshore.engine.config.model import Config, checked_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.kept import GivenConfig
 from longshore.engine.model_sharding import (
     check_already_sharded,
     data_parallel,
@@ -38,7 +35,7 @@ from longshore.engine.model_sharding import (
 from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES
-from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
+from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
@@ -56,73 +53,45 @@ if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 
-class Initialized(NamedTuple):
-    """The four results of :func:`initialize`, in the order that scripts unpack."""
-
-    engine: Engine
-    optimizer: TiledOptimizer
-    training_dataloader: Any
-    lr_scheduler: Any
+E = TypeVar("E", bound=Engine)
 
 
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
+def make(
+    model: nn.Module,
+    config: Config,
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
     *,
     offload: Offload | None = None,
     wrap_policy: WrapPolicy | None = None,
     weights: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
-) -> Initialized:
-    """Make an engine, under any launcher or in an existing process group; the signature is ``deepspeed.initialize``'s.
+    environ: Mapping[str, str] | None = None,
+    notes: Iterable[str] = (),
+    kind: type[E] = Engine,
+) -> E:
+    """Make an engine, under any launcher or in an existing process group; its arguments are ``longshore.initialize``'s.
 
     Args:
-        args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
-        model: the model, which is moved to this rank's device and cast as configured; it stays the same object.
-        optimizer: as for :func:`longshore.from_client`, or a function from parameters to one. None: as configured.
-        model_parameters: parameters or groups for that optimizer; None: all that are trainable.
-        training_data: a dataset, for the third result.
-        lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
-        distributed_port: port of rank 0, if no launcher names one.
-        mpu: model parallelism; rejected.
-        dist_init_required: False: the process group has to exist already.
-        collate_fn: a function from a list of samples to a batch, for the loader of ``training_data``.
-        config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
-        mesh_param: rejected, as ``mpu`` is.
-        config_params: the old name of ``config``.
-        offload: settings of host side and states in place of the configuration's (tests pass a simulated transfer).
-        wrap_policy: at stage 3, which modules are gathered, or copied to the device, whole: as in the configuration's
-            ``longshore.wrap_policy``, or a function of name and module. None: the configuration's.
-        weights: a safetensors file or a folder of them, for a model that may be on the meta device. None: rank 0's.
-        device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
-
-    Returns:
-        Engine, its optimizer, the loader or None, the scheduler or None.
+        environ: the variables that identify this rank. None: the process's.
+        notes: sentences about the configuration that rank 0 shows as warnings.
+        kind: the engine's class.
 
     Raises:
         ConfigError: the configuration is wrong; the message lists all problems.
         ValueError, TypeError: an argument, named in the message, is not supported.
     """
-    model = _checked_model(model, mpu, mesh_param)
-    environ = _environ(distributed_port, dist_init_required)
-    configs = (config, config_params, getattr(args, "deepspeed_config", None))
-    loaded = _loaded(configs, model, environ, needs_optimizer=optimizer is None)
-    ranks, settings = join(device=device, environ=environ), _with_states_of(offload, loaded.config)
+    environ = os.environ if environ is None else environ
+    config = checked_config(config, data_ranks(model, environ), needs_optimizer=optimizer is None)
+    check_installed(config)
+    ranks, settings = join(device=device, environ=environ), _with_states_of(offload, config)
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        for note in loaded.notes if ranks.rank == 0 else ():
-            warnings.warn(note, stacklevel=2)
+        for note in notes if ranks.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
         # Bind before memory is allocated, so that it comes from the NUMA node of this rank's CPUs.
         binding = bind(settings, ranks, environ)
         undo.callback(binding.release)
@@ -135,16 +104,16 @@ def initialize(
         made = make_optimizer(model, client, groups, settings, factory)
         undo.callback(made.close)  # or its hooks would take gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
-        engine = Engine(model, made, settings, ranks, binding)
-        engine._stream, engine._given = streamed, GivenConfig.among(configs)
+        engine = kind(model, made, settings, ranks, binding)
+        engine._stream = streamed
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         if training_data is not None:
             engine.training_dataloader = _loader(training_data, engine, data_parallel(ranks, sharded), collate_fn)
-        take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was
+        take_over(client, made)  # last: where make() fails, the user's optimizer stays as it was
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
-    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
+    return engine
 
 
 def _loader(data: Any, engine: Engine, share: Ranks, collate_fn: Any) -> Any:
@@ -194,12 +163,20 @@ def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.Path
     return weights
 
 
-def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+def data_ranks(model: Any, environ: Mapping[str, str]) -> int:
+    """Return how many ranks run different batches.
+
+    Raises:
+        TypeError, ValueError: the model is none, or something trains it already; or the variables contradict each
+            other.
+    """
+    _check_model(model)
+    return max(1, expected_world_size(environ) // tensor_parallel_size(model))
+
+
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
     if streams := streams_of(model.parameters()):
         raise ValueError(
             f"{type(model).__name__} is streamed to {streams[0].device} already: leave out longshore.stream() and let "
@@ -213,34 +190,6 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
                 f"{which} is a {kind}, which reduces gradients itself, as the engine does: give initialize() the "
                 "module inside it"
             )
-    return model
-
-
-def _loaded(
-    configs: Iterable[Any], model: nn.Module, environ: Mapping[str, str], needs_optimizer: bool
-) -> LoadedConfig:
-    """Read and check the configuration. This happens before the ranks meet, so that a mistake in a file is reported
-    without waiting for the others."""
-    given = [config for config in configs if config is not None]
-    if len(given) != 1:
-        raise ValueError(
-            "initialize() needs config=: a path, a dictionary, or a longshore.Config"
-            if not given
-            else "the configuration is given twice: as config=, config_params= or args.deepspeed_config; keep config="
-        )
-    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
-    loaded = load_config(given[0], world_size=data_ranks, needs_optimizer=needs_optimizer)
-    check_installed(loaded.config)
-    return loaded
-
-
-def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
-    """Return the variables that identify this rank."""
-    if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "dist_init_required=False, and no process group is initialised; initialise it, or leave the argument out"
-        )
-    return with_port(port)
 
 
 def _store_factory(
@@ -306,7 +255,7 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
         warnings.warn(
             f"initialize() discarded the gradients that {len(left)} parameters still had ({left[0].name} and others); "
             "call zero_grad() at the end of a loop of your own",
-            stacklevel=3,
+            stacklevel=4,
         )
     register(optimizer)
     if sharded is not None:
@@ -346,11 +295,3 @@ def _check_same(parts: Mapping[str, Iterable[str]], ranks: Ranks, duty: str) -> 
 def _first_difference(first: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
     pairs = zip_longest(first, other, fillvalue="nothing more")
     return next((mine[:200], its[:200]) for mine, its in pairs if mine != its)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config PATH``, which ``initialize(args=...)`` reads."""
-    group = parser.add_argument_group("longshore", "the engine's configuration")
-    group.add_argument("--deepspeed", action="store_true", help="accepted; scripts ask for the engine with it")
-    group.add_argument("--deepspeed_config", default=None, help="a configuration file")
-    return parser

@@ -31,10 +31,10 @@ class RuleOptimizer(TiledOptimizer):
     rules: ClassVar[type[RuleFamily]]
     twin: ClassVar[type[torch.optim.Optimizer] | None] = None
     """The class in ``torch.optim`` that has the same groups and states."""
-    deepspeed_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of options that a DeepSpeed file leaves out, where they differ from the signature's."""
+    file_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of options that a configuration file leaves out, where they differ from the signature's."""
     suggested: ClassVar[Mapping[str, Any]] = {"lr": 1e-4}
-    """Options that the planner writes into a DeepSpeed file, for the user to change."""
+    """Options that the planner writes into a configuration file, for the user to change."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

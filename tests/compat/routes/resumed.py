@@ -14,7 +14,7 @@ from masters import masters_of
 from torch.utils.data import Dataset, SequentialSampler
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from checkpoint.write_deepspeed_data import Model, config_of, groups_of
+from compat.write_checkpoint_data import Model, config_of, groups_of
 
 from longshore.integrations.transformers import Trainer
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.compat.config.load import DEEPSPEED
 from longshore.engine.config import Config, ConfigError
-from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, resolve
+from longshore.engine.config.batch import BatchNumbers, resolve
 
 SMALL = st.integers(1, 12)
 

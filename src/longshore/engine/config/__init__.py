@@ -1,9 +1,8 @@
-"""The configuration: one typed model, and the translation of DeepSpeed files into it."""
+"""The configuration: one typed model. ``load_config`` is the door's, which translates DeepSpeed's files into it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longshore.engine.config.base import ConfigError, Problem
-from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import (
     Config,
     CsvConfig,
@@ -12,7 +11,7 @@ from longshore.engine.config.model import (
     TensorBoardConfig,
     WandbConfig,
 )
-from longshore.engine.config.optimizers import OPTIMIZERS, OptimizerConfig
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS, OptimizerConfig
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
     OneCycleConfig,
@@ -21,6 +20,11 @@ from longshore.engine.config.schedulers import (
     WarmupDecayLRConfig,
     WarmupLRConfig,
 )
+from longshore.lazily import lazily
+
+if TYPE_CHECKING:
+    from longshore.compat.config.load import LoadedConfig as LoadedConfig
+    from longshore.compat.config.load import load_config as load_config
 
 __all__ = [
     "Config",
@@ -43,8 +47,11 @@ __all__ = [
 ]
 
 
+_of_door = lazily(globals(), {"longshore.compat.config.load": "LoadedConfig load_config"})
+
+
 def __getattr__(name: str) -> Any:
-    """Return a class such as ``AdamWConfig``, which is made from an optimizer."""
-    if name.endswith("Config") and (kind := name.removesuffix("Config")) in OPTIMIZERS:
-        return OPTIMIZERS[kind]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return a class such as ``AdamWConfig``, which is made from an optimizer, or a name of the door's."""
+    if name.endswith("Config") and (kind := name.removesuffix("Config")) in OPTIMIZER_CONFIGS:
+        return OPTIMIZER_CONFIGS[kind]
+    return _of_door(name)

@@ -29,7 +29,7 @@ class Problem:
 
     def __str__(self) -> str:
         path = self.path if len(self.path) <= 200 else f"{self.path[:197]}..."
-        return f"{path}{'' if self.value is NOTHING else f' = {shown(self.value)}'}: {self.what}"
+        return f"{path}{'' if self.value is NOTHING else f' = {json_text(self.value)}'}: {self.what}"
 
 
 _MOST_LETTERS = 60
@@ -40,7 +40,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
-def shown(value: object) -> str:
+def json_text(value: object) -> str:
     """Return a value as JSON shows it, cut to 60 characters."""
     try:
         text = json.dumps(value)
@@ -181,7 +181,7 @@ def _like(left: str, right: str) -> bool:
     return (len(short) >= 3 and long.startswith(short)) or edits(left, right) <= max(1, len(short) // 4)
 
 
-def did_you_mean(names: Iterable[str]) -> str:
+def suggestion(names: Iterable[str]) -> str:
     """Return ``did you mean ...?``, or an empty string if there is no name."""
     meant = " or ".join(map(quoted, names))
     return f"did you mean {meant}?" if meant else ""
@@ -189,5 +189,5 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return ``; did you mean ...?`` with the known names that are similar, or an empty string if none is."""
-    found = did_you_mean(candidates(name, known))
+    found = suggestion(candidates(name, known))
     return f"; {found}" if found else ""

@@ -28,9 +28,6 @@ OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_step
 _MOST_TRIES = 1 << 16
 
 
-DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) -> BatchNumbers:
     """Compute all three numbers from those that are given; by default a micro batch is 1 sample and a step 1 backward.
 

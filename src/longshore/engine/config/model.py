@@ -329,3 +329,22 @@ class Config(FrozenModel):
         except ValueError as error:
             raise ConfigError("Config", [Problem("train_batch_size", str(error))]) from None
         return self.model_copy(update=dict(zip(OURS, numbers, strict=True)))
+
+
+NO_OPTIMIZER = Problem(
+    "optimizer",
+    'is missing, and none is passed; name one ("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass '
+    "initialize(optimizer=...)",
+)
+
+
+def checked_config(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
+    """Return our own configuration, checked, and resolved for ``world_size`` ranks unless that is None."""
+    problems = [NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
+    try:
+        config = config if world_size is None else config.resolved(world_size)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError("Config", problems)
+    return config

@@ -120,20 +120,17 @@ def _models() -> dict[str, type[OptimizerModel]]:
     return {name: written.get(name) or _model(kind) for name, kind in CLASSES.items()}
 
 
-OPTIMIZERS = _models()
+OPTIMIZER_CONFIGS = _models()
 
 if TYPE_CHECKING:
     OptimizerConfig = OptimizerModel
 else:
-    OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
-
-DEEPSPEED_DEFAULTS = {name: dict(kind.deepspeed_defaults) for name, kind in CLASSES.items()}
-"""Defaults of a DeepSpeed file's parameters that differ from those of our models."""
+    OptimizerConfig = Annotated[Union[tuple(OPTIMIZER_CONFIGS.values())], Field(discriminator="type")]  # noqa: UP007
 
 
 def optimizers_with(option: str) -> tuple[str, ...]:
     """Return the names of the optimizers that have this option."""
-    return tuple(name for name, model in OPTIMIZERS.items() if option in model.model_fields)
+    return tuple(name for name, model in OPTIMIZER_CONFIGS.items() if option in model.model_fields)
 
 
 ENCODABLE = tuple(name for name, kind in CLASSES.items() if kind.rules.encodable)
@@ -176,4 +173,6 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
 }
 """Names of refused optimizers in lower case, each with the reason and what to do."""
 
-OPTIMIZER_TYPE = OneOf(tuple(OPTIMIZERS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}")
+OPTIMIZER_TYPE = OneOf(
+    tuple(OPTIMIZER_CONFIGS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}"
+)

@@ -288,13 +288,13 @@ SchedulerConfig = Annotated[
     Field(discriminator="type"),
 ]
 
-SCHEDULERS: dict[str, type[ScheduleConfig]] = {
+SCHEDULER_CONFIGS: dict[str, type[ScheduleConfig]] = {
     kind.__name__.removesuffix("Config"): kind
     for kind in (WarmupLRConfig, WarmupDecayLRConfig, WarmupCosineLRConfig, OneCycleConfig, LRRangeTestConfig)
 }
 
 SCHEDULER_TYPE = OneOf(
-    tuple(SCHEDULERS),
+    tuple(SCHEDULER_CONFIGS),
     {
         "reducelronplateau": "its step() takes a metric, which engine.step() does not have; leave scheduler out, build "
         "it on the optimizer that initialize() returns, and call it after engine.step()"

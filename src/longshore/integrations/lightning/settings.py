@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from longshore import Config, ConfigError, Engine, LongshoreError
+from longshore.compat.config.agreement import ArgumentValue, contradictions, put, settle, settle_config
+from longshore.compat.config.load import read_config
 from longshore.engine.config import LoadedConfig, LossScaling, Problem, load_config
 from longshore.integrations.lightning.names import ClipAlgorithm, LightningModule, is_overridden
-from longshore.seam import ArgumentValue, contradictions, put, read_config, settle, settle_config
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
     "32-true": ("fp32", None),

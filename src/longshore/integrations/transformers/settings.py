@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longshore import Config, ConfigError
+from longshore.compat.config.agreement import ArgumentValue, contradictions, settle, settle_config
+from longshore.compat.config.load import read_config
+from longshore.compat.config.reading import Reading
 from longshore.engine.config import SchedulerConfig, load_config
-from longshore.seam import ArgumentValue, Reading, contradictions, read_config, settle, settle_config
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "muon")
 _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

@@ -130,7 +130,7 @@ class AdamW(RuleOptimizer):
 
     rules = AdamFamily
     twin = torch.optim.AdamW
-    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}
+    file_defaults: ClassVar = {"weight_decay": 0.0}
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Adam(RuleOptimizer):
 
     rules = AdamFamily
     twin = torch.optim.Adam
-    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}  # also for AdamW, which the name Adam means in such a file
+    file_defaults: ClassVar = {"weight_decay": 0.0}  # also for AdamW, which the name Adam means in such a file
     suggested: ClassVar = {"lr": 1e-4, "adam_w_mode": False}  # without it, the name means AdamW
 
     def __init__(

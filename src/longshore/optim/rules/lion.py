@@ -78,7 +78,7 @@ class Lion(RuleOptimizer):
     """
 
     rules = LionFamily
-    deepspeed_defaults: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999)}
+    file_defaults: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999)}
     suggested: ClassVar = {"lr": 1e-5}
 
     def __init__(

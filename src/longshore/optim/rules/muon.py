@@ -350,7 +350,7 @@ class Muon(RuleOptimizer):
 
     rules = MuonFamily
     twin = getattr(torch.optim, "Muon", None)  # torch 2.9 and newer
-    deepspeed_defaults: ClassVar = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+    file_defaults: ClassVar = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
     suggested: ClassVar = {"lr": 1e-4, "ns_method": "standard", "adjust_lr_fn": "match_rms_adamw"}
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from longshore.compat.config.reading import read_file
 from longshore.engine.config import Config, ConfigError, load_config
-from longshore.engine.config.reading import read_file
 
 
 @pytest.mark.parametrize(

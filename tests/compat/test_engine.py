@@ -10,8 +10,8 @@ from ranks import Ranks
 from torch import nn
 
 import longshore
-from engine.deepspeed_call_cases import emptied_cache, started, train, whole_weights
-from longshore.engine.deepspeed_names import INSTEAD
+from compat.engine_cases import emptied_cache, started, train, whole_weights
+from longshore.compat.engine import INSTEAD
 
 
 @pytest.fixture

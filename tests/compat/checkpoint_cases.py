@@ -15,9 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import longshore
-from checkpoint.write_deepspeed_data import CASES, Model, config_of, groups_of
+from compat.write_checkpoint_data import CASES, Model, config_of, groups_of
 
-DATA = Path(__file__).parent / "deepspeed_data"
+DATA = Path(__file__).parent / "checkpoint_data"
 DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

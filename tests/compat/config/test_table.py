@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from longshore.compat.config.keys import Key, Treatment
+from longshore.compat.config.kinds import Block
+from longshore.compat.config.reading import names_in
+from longshore.compat.config.table import KEYS, TABLE, TARGETS
 from longshore.engine.config import Config, LossScaling
-from longshore.engine.config.keys import Key, Treatment
-from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.reading import names_in
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import KEYS, TABLE, TARGETS
-from longshore.engine.config.values import Block
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from scripts.docs.key_tests import TESTS
 from scripts.docs.keys_page import PARAMETERS
 
@@ -67,7 +67,7 @@ def test_every_field_of_config_can_be_reached_from_a_file() -> None:
     assert {*TARGETS.values()} == {key.path for key in TABLE if key.field}
 
 
-@pytest.mark.parametrize("section, models", [("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)])
+@pytest.mark.parametrize("section, models", [("optimizer", OPTIMIZER_CONFIGS), ("scheduler", SCHEDULER_CONFIGS)])
 def test_parameters_in_the_table_are_those_of_the_models(section: str, models: dict[str, type]) -> None:
     for kind, model in models.items():
         taken = {

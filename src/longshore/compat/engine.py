@@ -1,29 +1,38 @@
-"""Names of DeepSpeed's engine: those that longshore's engine has too, and what to use in place of others."""
+"""``longshore.Engine`` and ``longshore.initialize``: the engine with DeepSpeed's files, calls and names."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from longshore.engine.config import Config
-from longshore.engine.data import TrainingLoader, make_loader
-from longshore.engine.gathering import gather
-from longshore.engine.loss_scale import LossScale
-from longshore.engine.precision import DTYPES
-from longshore.engine.ranks import Ranks
-from longshore.engine.window import Window
-from longshore.optim.shards import is_sharded
-from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import sharded_store
+from longshore import Config, Offload, gather
+from longshore.compat.config.watch import ConfigWatch
+from longshore.engine.config import load_config
+from longshore.seam import (
+    DTYPES,
+    Binding,
+    Ranks,
+    TiledOptimizer,
+    TrainingLoader,
+    WrapPolicy,
+    data_ranks,
+    is_sharded,
+    make,
+    make_loader,
+    sharded_store,
+    with_port,
+)
+from longshore.seam import Engine as CoreEngine
 
 _NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
 INSTEAD = {
@@ -61,26 +70,40 @@ T = TypeVar("T")
 
 def _configured(read: Callable[[Config], T]) -> Callable[[Any], T]:
     """Make a method without arguments that reads the configuration."""
-    return lambda self: read(self._config)
+    return lambda self: read(self.config)
 
 
-@dataclass(frozen=True)
-class DeepSpeedNames:
-    """Attributes and methods of DeepSpeed's engine that :class:`longshore.Engine` looks up here.
+class Engine(CoreEngine):
+    """A model with its optimizer, as :func:`longshore.initialize` returns it.
 
-    They belong to the engine's interface: ``engine.save_16bit_model(...)``, ``engine.get_batch_info()``.
+    ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several ranks, every rank makes the same calls
+    in the same order. It has names of DeepSpeed's engine, too; other attributes are looked up in the model. Assigning
+    one that the model has sets it there; parts of the engine and values of its configuration cannot be assigned.
     """
 
-    _module: nn.Module
-    _optimizer: TiledOptimizer
-    _config: Config
-    _ranks: Ranks
-    _loss_scaling: LossScale
-    _window: Window
-    _file: Mapping[str, Any] = field(default_factory=dict)
-    """Content of a DeepSpeed file, where DeepSpeed's names are to be answered by it."""
-    _client_name: str = ""
-    """Name of the class of the optimizer that was passed to ``initialize()``."""
+    where_else = (
+        "settings are in engine.config, and docs/from_deepspeed.md lists the names of DeepSpeed's engine that this one "
+        "has"
+    )
+
+    def __init__(
+        self, module: nn.Module, optimizer: TiledOptimizer, config: Config, ranks: Ranks, binding: Binding
+    ) -> None:
+        super().__init__(module, optimizer, config, ranks, binding)
+        self._given = ConfigWatch({})
+        self._file: Mapping[str, Any] = {}
+        """Content of a DeepSpeed file, where DeepSpeed's names are to be answered by it."""
+        self._client_name = ""
+        """Name of the class of the optimizer that was passed to ``initialize()``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
+        return super().__getattr__(name)
+
+    def _check_kept(self) -> None:
+        self._given.check()
+        super()._check_kept()
 
     # -- weights --------------------------------------------------------------
 
@@ -112,11 +135,11 @@ class DeepSpeedNames:
 
         Tied tensors are copied once for all of their names; each module's shards are gathered in turn.
         """
-        keep = self._ranks.rank == 0
-        state = self._module.state_dict(keep_vars=True)
+        keep = self.ranks.rank == 0
+        state = self.module.state_dict(keep_vars=True)
         wanted = {id(each) for each in state.values() if isinstance(each, Tensor)}
         copies: dict[int, Tensor | None] = {}
-        for module in self._module.modules():
+        for module in self.module.modules():
             own = [each for each in module.parameters(recurse=False) if id(each) in wanted and id(each) not in copies]
             with gather(own) if any(map(is_sharded, own)) else contextlib.nullcontext(own) as whole:
                 for parameter, values in zip(own, whole, strict=True):
@@ -143,8 +166,8 @@ class DeepSpeedNames:
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the model's own ``state_dict()``; at stage 3 on several ranks it has shards (``DTensor``)."""
-        frozen = {id(each) for each in self._module.parameters() if not each.requires_grad}
-        state = self._module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        frozen = {id(each) for each in self.module.parameters() if not each.requires_grad}
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         for name in list(state):
             if exclude_frozen_parameters and id(state[name]) in frozen:
                 del state[name]
@@ -165,7 +188,7 @@ class DeepSpeedNames:
             strict: as in torch.
             custom_load_fn: called with ``src`` and ``dst``, the state dict and the model, in place of torch's loading.
         """
-        state, model = checkpoint.get("module", checkpoint), self._module
+        state, model = checkpoint.get("module", checkpoint), self.module
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=model)
         elif not any(map(is_sharded, model.parameters())):
@@ -179,12 +202,12 @@ class DeepSpeedNames:
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again. At other stages
         nothing is gathered."""
-        if (sharded := sharded_store(self._optimizer)) is not None:
+        if (sharded := sharded_store(self.optimizer)) is not None:
             sharded.ownership.before_publishing()
 
     @property
     def is_compiled(self) -> bool:
-        return getattr(self._module, "_compiled_call_impl", None) is not None
+        return getattr(self.module, "_compiled_call_impl", None) is not None
 
     # -- numbers --------------------------------------------------------------
 
@@ -202,24 +225,24 @@ class DeepSpeedNames:
 
     def get_mom(self) -> list[Any]:
         """Return the betas, or the momentum, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self._optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     @property
     def loss_scale(self) -> CallableFloat:
         """Factor by which a loss is multiplied before backward, 1.0 without a scaler; it may also be called."""
-        return CallableFloat(self._loss_scaling.value)
+        return CallableFloat(self.loss_scaling.value)
 
     cur_scale = loss_scale
 
     @property
     def local_rank(self) -> int:
         """Index of this rank on its machine."""
-        return self._ranks.local_rank
+        return self.ranks.local_rank
 
     @property
     def global_rank(self) -> int:
         """Index of this rank in the run."""
-        return self._ranks.rank
+        return self.ranks.rank
 
     @property
     def dp_world_size(self) -> int:
@@ -229,40 +252,40 @@ class DeepSpeedNames:
     @property
     def mp_world_size(self) -> int:
         """Number of ranks that run each batch together."""
-        return self._ranks.world_size // self._window.sizes.world_size
+        return self.ranks.world_size // self._window.sizes.world_size
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None for one rank that needs no group."""
-        return self._ranks.group
+        return self.ranks.group
 
     # -- the configuration ----------------------------------------------------
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of parameters, and the dtype in which gradients are accumulated."""
-        parameters = DTYPES[self._config.dtype] if self._config.dtype else torch.float32
-        return parameters, DTYPES[self._config.accumulation_dtype]
+        parameters = DTYPES[self.config.dtype] if self.config.dtype else torch.float32
+        return parameters, DTYPES[self.config.accumulation_dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """Dtype in which gradients travel between ranks."""
-        name = self._config.communication_dtype
+        name = self.config.communication_dtype
         return DTYPES[name] if name else self.get_data_types()[0]
 
     def optimizer_name(self) -> str:
         """Return the configured type in lower case, or the name of the class that was passed to initialize()."""
-        if self._config.optimizer is None:
-            return self._client_name or type(self._optimizer).__name__
-        return str(self._in_file("optimizer", "type") or self._config.optimizer.type).lower()
+        if self.config.optimizer is None:
+            return self._client_name or type(self.optimizer).__name__
+        return str(self._in_file("optimizer", "type") or self.config.optimizer.type).lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """Return the parameters in the file, or all of a :class:`longshore.Config`'s; None if none is configured."""
-        optimizer = self._config.optimizer
+        optimizer = self.config.optimizer
         return optimizer and (self._in_file("optimizer", "params") or optimizer.arguments())
 
     def scheduler_params(self) -> dict[str, Any] | None:
         """Return the parameters in the file, or all of a :class:`longshore.Config`'s; None if none is configured."""
-        scheduler = self._config.scheduler
+        scheduler = self.config.scheduler
         return scheduler and (self._in_file("scheduler", "params") or scheduler.arguments())
 
     def _in_file(self, section: str, name: str) -> Any:
@@ -319,16 +342,118 @@ class DeepSpeedNames:
         return make_loader(
             dataset,
             self._window.sizes.micro_batch_size if batch_size is None else batch_size,
-            self._ranks,
+            self.ranks,
             collate_fn,
-            self._config.drop_last,
+            self.config.drop_last,
             num_local_io_workers or 0,
             0 if route == "train" else None,
         )
 
 
-PASSED_ON = frozenset(name for name in vars(DeepSpeedNames) if not name.startswith("__"))
-"""Names that the engine looks up in :class:`DeepSpeedNames`."""
+class Initialized(NamedTuple):
+    """The four results of :func:`initialize`, in the order that scripts unpack."""
+
+    engine: Engine
+    optimizer: TiledOptimizer
+    training_dataloader: Any
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    offload: Offload | None = None,
+    wrap_policy: WrapPolicy | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+) -> Initialized:
+    """Make an engine, under any launcher or in an existing process group; the signature is ``deepspeed.initialize``'s.
+
+    Args:
+        args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
+        model: the model, which is moved to this rank's device and cast as configured; it stays the same object.
+        optimizer: as for :func:`longshore.from_client`, or a function from parameters to one. None: as configured.
+        model_parameters: parameters or groups for that optimizer; None: all that are trainable.
+        training_data: a dataset, for the third result.
+        lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
+        distributed_port: port of rank 0, if no launcher names one.
+        mpu: model parallelism; rejected.
+        dist_init_required: False: the process group has to exist already.
+        collate_fn: a function from a list of samples to a batch, for the loader of ``training_data``.
+        config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
+        mesh_param: rejected, as ``mpu`` is.
+        config_params: the old name of ``config``.
+        offload: settings of host side and states in place of the configuration's (tests pass a simulated transfer).
+        wrap_policy: at stage 3, which modules are gathered, or copied to the device, whole: as in the configuration's
+            ``longshore.wrap_policy``, or a function of name and module. None: the configuration's.
+        weights: a safetensors file or a folder of them, for a model that may be on the meta device. None: rank 0's.
+        device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
+
+    Returns:
+        Engine, its optimizer, the loader or None, the scheduler or None.
+
+    Raises:
+        ConfigError: the configuration is wrong; the message lists all problems.
+        ValueError, TypeError: an argument, named in the message, is not supported.
+    """
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    environ = _environ(distributed_port, dist_init_required)
+    configs = (config, config_params, getattr(args, "deepspeed_config", None))
+    # Read before the ranks meet, so that a mistake in a file is reported without waiting for the others.
+    loaded = load_config(_only(configs), world_size=data_ranks(model, environ), needs_optimizer=optimizer is None)
+    assert model is not None  # checked before the configuration is
+    engine = make(
+        model,
+        loaded.config,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn,
+        offload=offload,
+        wrap_policy=wrap_policy,
+        weights=weights,
+        device=device,
+        environ=environ,
+        notes=loaded.notes,
+        kind=Engine,
+    )
+    engine._given = ConfigWatch.among(configs)
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
+    """Return the variables that identify this rank."""
+    if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "dist_init_required=False, and no process group is initialised; initialise it, or leave the argument out"
+        )
+    return with_port(port)
+
+
+def _only(configs: Iterable[Any]) -> Any:
+    given = [config for config in configs if config is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "initialize() needs config=: a path, a dictionary, or a longshore.Config"
+            if not given
+            else "the configuration is given twice: as config=, config_params= or args.deepspeed_config; keep config="
+        )
+    return given[0]
 
 
 def save_weights(weights: Mapping[str, Any], path: Path) -> None:
@@ -350,3 +475,11 @@ def save_weights(weights: Mapping[str, Any], path: Path) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config PATH``, which ``initialize(args=...)`` reads."""
+    group = parser.add_argument_group("longshore", "the engine's configuration")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; scripts ask for the engine with it")
+    group.add_argument("--deepspeed_config", default=None, help="a configuration file")
+    return parser

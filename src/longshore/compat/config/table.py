@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from longshore.engine.config.base import NamedModel
-from longshore.engine.config.keys import Auto, Key, accepted, honoured, joined, old_name, refused, setting, switch
-from longshore.engine.config.model import MONITORS
-from longshore.engine.config.optimizers import OPTIMIZER_TYPE, OPTIMIZERS, optimizers_with
-from longshore.engine.config.schedulers import SCHEDULER_TYPE, SCHEDULERS
-from longshore.engine.config.values import (
+from longshore.compat.config.keys import Auto, Key, accepted, honoured, joined, old_name, refused, setting, switch
+from longshore.compat.config.kinds import SECTION, Block
+from longshore.seam import (
     AT_LEAST_0,
     AT_LEAST_1,
     BOOLEAN,
@@ -19,16 +16,21 @@ from longshore.engine.config.values import (
     FRACTION,
     LARGEST_SCALE,
     LOW_DTYPE,
+    MONITORS,
     NOT_NEGATIVE,
-    SECTION,
+    OPTIMIZER_CONFIGS,
+    OPTIMIZER_TYPE,
+    SCHEDULER_CONFIGS,
+    SCHEDULER_TYPE,
     TEXT,
-    Block,
     Either,
     Infinite,
     Items,
+    NamedModel,
     Number,
     OneOf,
     kind_in,
+    optimizers_with,
 )
 
 _DATA_PARALLEL = "longshore shards data-parallel ranks only"
@@ -288,7 +290,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         accepted("legacy_fusion", BOOLEAN, "It chooses one of DeepSpeed's kernels; longshore has one."),
     ),
     "optimizer.params": (
-        *_parameters(OPTIMIZERS),
+        *_parameters(OPTIMIZER_CONFIGS),
         honoured("ns_method", OneOf(("standard",), {"gram": "Gram Newton-Schulz has other numbers than torch's"}),
                  "The iteration is torch's. It is worth saying, since DeepSpeed's default is another.", of=("Muon",)),
         refused("per_head_muon", BOOLEAN, (False,),
@@ -310,7 +312,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "scheduler": (honoured("type", SCHEDULER_TYPE, "The schedule, in any case."),),
     "scheduler.params": (
-        *_parameters(SCHEDULERS),
+        *_parameters(SCHEDULER_CONFIGS),
         refused("last_batch_iteration", _FROM_MINUS_1, (-1,),
                 "a schedule starts at its beginning; load its state to go on from a checkpoint"),
     ),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from longshore.compat.config.agreement import ArgumentValue, settle, settle_config
 from longshore.engine.config import AdamWConfig, Config
-from longshore.engine.config.agreement import ArgumentValue, settle, settle_config
 
 STAGE = ArgumentValue("zero_optimization.stage", 2, "--stage 2", "change one")
 LR = ArgumentValue("optimizer.params.lr", 0.1, "--lr 0.1", "change one", fills=False)

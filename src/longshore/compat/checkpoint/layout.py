@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box, SavedBoxes
-from longshore.checkpoint.deepspeed_files import SavedFiles, Shard
-from longshore.checkpoint.files import checked, checked_entry
-from longshore.errors import CheckpointError
+from longshore import CheckpointError
+from longshore.compat.checkpoint.files import SavedFiles, Shard
+from longshore.seam import Box, SavedBoxes, checked, checked_entry
 
 _STATE = "optimizer_state_dict"
 _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's own, and what its utilities say was in them. ``write_deepspeed_data.py`` made both."""
+"""Checkpoints of DeepSpeed's own, and what its utilities say was in them. ``write_checkpoint_data.py`` made both."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 
-from checkpoint.deepspeed_cases import DATA, check_state, engine_of, load_on_ranks
-from checkpoint.write_deepspeed_data import CASES
+from compat.checkpoint_cases import DATA, check_state, engine_of, load_on_ranks
+from compat.write_checkpoint_data import CASES
 from longshore import utils
-from longshore.checkpoint.deepspeed import import_deepspeed
 from longshore.checkpoint.values import read_values
 from longshore.cli import main
+from longshore.compat.checkpoint.importing import import_deepspeed
 from longshore.errors import CheckpointError
 
 TAG = "global_step3"
@@ -95,7 +95,7 @@ def copied(name: str, tmp_path: Path) -> Path:
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Without the objects of DeepSpeed's, which only DeepSpeed can write."""
-    from longshore.checkpoint.deepspeed_files import _read
+    from longshore.compat.checkpoint.files import _read
 
     content = _read(path).content
     state = content.get("optimizer_state_dict", {})
@@ -257,7 +257,7 @@ def test_nothing_is_run(kind: str, file: str, zipped: bool, tmp_path: Path) -> N
     source = copied(PLAIN, tmp_path)
     evil, named = hostile(tmp_path)[kind]
     path = source / TAG / file
-    from longshore.checkpoint.deepspeed_files import _read
+    from longshore.compat.checkpoint.files import _read
 
     content = {**_read(path).content, "epoch": evil}
     content.pop("optimizer_state_dict", None)

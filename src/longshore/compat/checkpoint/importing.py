@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box, SavedBoxes
-from longshore.checkpoint.deepspeed_files import Inert, SavedFiles, Shard, read_files
-from longshore.checkpoint.deepspeed_layout import (
+from longshore import CheckpointError
+from longshore.compat.checkpoint.files import Inert, SavedFiles, Shard, read_files
+from longshore.compat.checkpoint.layout import (
     SavedGroup,
     SavedParameter,
     ShardedTensor,
@@ -29,15 +29,23 @@ from longshore.checkpoint.deepspeed_layout import (
     read_optimizer,
     shapes_of,
 )
-from longshore.checkpoint.files import checked, checked_entry
-from longshore.checkpoint.model_state import MODEL
-from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
-from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.saving import Content, Target, write
-from longshore.checkpoint.training_state import CLIENT_STATE
-from longshore.checkpoint.values import Values, encode
-from longshore.errors import CheckpointError
-from longshore.tiles import MASTER
+from longshore.seam import (
+    CLIENT_STATE,
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    Box,
+    Content,
+    RankGroup,
+    SavedBoxes,
+    Target,
+    Values,
+    array_name,
+    checked,
+    checked_entry,
+    encode,
+    write,
+)
 
 _THEIRS = frozenset(
     {

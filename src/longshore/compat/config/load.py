@@ -8,13 +8,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel, Problem
-from longshore.engine.config.batch import DEEPSPEED, OURS, BatchNumbers, check_world_size, resolve
-from longshore.engine.config.model import MONITORS, Config, FlopsProfilerConfig, LossScaling
-from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, check_encodable, check_states_seed
-from longshore.engine.config.reading import Reading, read_file
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import TARGETS
+from longshore import Config, ConfigError
+from longshore.compat.config.reading import Reading, read_file
+from longshore.compat.config.table import TARGETS
+from longshore.engine.config import FlopsProfilerConfig, LossScaling
+from longshore.seam import (
+    MONITORS,
+    NO_OPTIMIZER,
+    OPTIMIZER_CONFIGS,
+    OPTIMIZERS,
+    OURS,
+    SCHEDULER_CONFIGS,
+    BatchNumbers,
+    FrozenModel,
+    NamedModel,
+    Names,
+    check_encodable,
+    check_states_seed,
+    check_world_size,
+    checked_config,
+    resolve,
+)
+
+DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _DEEPSPEED_CLIPPING = 1.0
 """DeepSpeed 0.19's default of ``gradient_clipping``."""
@@ -31,12 +47,6 @@ _STATES, _SEED = f"{_OFFLOAD}.states", f"{_OFFLOAD}.states_seed"
 _BF16_STATES, _FP32_STATES = "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"
 _FORMATS = {(_BF16_STATES, True): ("bf16",), (_FP32_STATES, False): ("bf16", "8bit"), (_FP32_STATES, True): ("fp32",)}
 """The formats of states with which DeepSpeed's keys agree, by key and value."""
-
-_NO_OPTIMIZER = Problem(
-    "optimizer",
-    'is missing, and none is passed; name one ("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass '
-    "initialize(optimizer=...)",
-)
 
 
 class LoadedConfig(NamedTuple):
@@ -74,7 +84,7 @@ def load_config(
         check_world_size(world_size)
     name, content = read_config(config)
     if isinstance(content, Config):
-        return LoadedConfig(_checked(content, world_size, needs_optimizer), ())
+        return LoadedConfig(checked_config(content, world_size, needs_optimizer), ())
     return _translate(content, source or name, auto or {}, world_size, needs_optimizer)
 
 
@@ -89,18 +99,6 @@ def read_config(
     if isinstance(config, (str, os.PathLike)):
         return str(Path(config)), read_file(Path(config))
     raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
-
-
-def _checked(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
-    """Return our own configuration, checked, and resolved for ``world_size`` ranks unless that is None."""
-    problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
-    try:
-        config = config if world_size is None else config.resolved(world_size)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError("Config", problems)
-    return config
 
 
 def _translate(
@@ -119,7 +117,7 @@ def _translate(
     for read in (*readers, _monitor_fields, _profiler_fields, _named_fields):
         fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
-        reading.problems.append(_NO_OPTIMIZER)
+        reading.problems.append(NO_OPTIMIZER)
     config = _made(Config, fields, reading, lambda name: TARGETS.get(name, "(together)"))
     if reading.problems or config is None:
         raise ConfigError(source, reading.problems)
@@ -353,7 +351,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
         given = {
             path.removeprefix(f"{start}."): value for path, value in reading.values.items() if path.startswith(start)
         }
-        model = SCHEDULERS[kind] if section == "scheduler" else _optimizer(kind, given, reading)
+        model = SCHEDULER_CONFIGS[kind] if section == "scheduler" else _optimizer(kind, given, reading)
         made = _made(model, given, reading, lambda name, at=start: at if name.startswith("(") else f"{at}.{name}")
         if made is not None:
             fields[section] = made
@@ -363,7 +361,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
 def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
     """Return the model of an optimizer, and change ``given``, a file's parameters, into its fields."""
     given.pop("fp32_optimizer_states", None)  # see _states_fields
-    defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
+    defaults = {} if given.pop("torch_adam", False) else dict(OPTIMIZERS[kind].file_defaults)
     if kind == "Muon":
         if "lr" not in given:
             defaults = {**_MUON_RATES, **defaults}
@@ -385,4 +383,4 @@ def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[Named
                 "false for Adam's, or the type to AdamW to say that this is meant"
             )
     given |= defaults | given
-    return OPTIMIZERS[kind]
+    return OPTIMIZER_CONFIGS[kind]

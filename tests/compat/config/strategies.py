@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from longshore.engine.config.keys import Key, Treatment
+from longshore.compat.config.keys import Key, Treatment
+from longshore.compat.config.kinds import Block
 from longshore.engine.config.values import (
-    Block,
     Budget,
     Either,
     Exactly,

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from longshore.engine.config.model import Config, LossScaling
-from longshore.engine.config.values import BOOLEAN, Block, Kind, kind_in, same
+from longshore import Config
+from longshore.compat.config.kinds import Block, same
+from longshore.engine.config import LossScaling
+from longshore.seam import BOOLEAN, Kind, kind_in
 
 
 class Treatment(Enum):

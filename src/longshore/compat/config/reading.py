@@ -12,20 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longshore.engine.config.base import (
-    NOTHING,
-    ConfigError,
-    Problem,
-    alias_of,
-    candidates,
-    did_you_mean,
-    edits,
-    quoted,
-    shown,
-)
-from longshore.engine.config.keys import NOT_KEYS, Auto, Key, Treatment, joined
-from longshore.engine.config.table import KEYS, OLD_SECTIONS, SECTIONS, TABLE
-from longshore.engine.config.values import WrongValueError
+from longshore import ConfigError
+from longshore.compat.config.keys import NOT_KEYS, Auto, Key, Treatment, joined
+from longshore.compat.config.table import KEYS, OLD_SECTIONS, SECTIONS, TABLE
+from longshore.engine.config import Problem
+from longshore.seam import NOTHING, WrongValueError, alias_of, candidates, edits, json_text, quoted, suggestion
 
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read, of which a configuration needs a hundredth."""
@@ -114,7 +105,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise refuse(f"must be JSON: {error}") from None
     if not isinstance(data, _Object):
-        raise refuse(f"must be a JSON object, in braces, and is {shown(data)}")
+        raise refuse(f"must be a JSON object, in braces, and is {json_text(data)}")
     if repeated:
         raise ConfigError(str(path), repeated)
     if plain != text and os.environ.get("RANK", "0") == "0":
@@ -289,7 +280,7 @@ class Reading:
             if isinstance(read, bool)
             else "longshore reads these strings as numbers, which are better written without quotes"
         )
-        self._converted.setdefault(how, []).append(f"{key.path} = {shown(value)} is {shown(read)}")
+        self._converted.setdefault(how, []).append(f"{key.path} = {json_text(value)} is {json_text(read)}")
 
     def _replace_old_names(self) -> None:
         for key, value in self._old:
@@ -363,7 +354,7 @@ def unknown(section: str, name: object, of: str = "") -> str:
     near = candidates(name, names_in(section, of))
     if elsewhere:  # The name is right but in the wrong section, unless it is one edit away from a name of this section.
         near = [known for known in near if edits(name, known) == 1]
-    meant = did_you_mean(near)
+    meant = suggestion(near)
     if meant and not elsewhere:
         return f"{said}; {meant}"
     if of and (section, name) in KEYS:
@@ -378,7 +369,7 @@ def unknown(section: str, name: object, of: str = "") -> str:
         and (key.section, key.name) != (section, name)
     ]
     if far:
-        return f"{said}; {did_you_mean(dict.fromkeys(far[:3]))}"
+        return f"{said}; {suggestion(dict.fromkeys(far[:3]))}"
     return f"{said}, nor of any other section; remove it (docs/deepspeed_config.md lists all keys)"
 
 

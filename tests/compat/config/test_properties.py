@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine.config.strategies import fine_values_of, insert, values_of
+from compat.config.strategies import fine_values_of, insert, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.compat.config.keys import Key, Treatment
+from longshore.compat.config.kinds import Block
+from longshore.compat.config.reading import names_in, unknown
+from longshore.compat.config.table import KEYS, SECTIONS, TABLE
 from longshore.engine.config import Config, ConfigError, LoadedConfig, load_config
 from longshore.engine.config.base import edits
-from longshore.engine.config.keys import Key, Treatment
-from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.reading import names_in, unknown
-from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import KEYS, SECTIONS, TABLE
-from longshore.engine.config.values import Block
+from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS
+from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from longshore.kernels import MOST_HOST_THREADS
 
 JSON = st.recursive(
@@ -36,7 +36,7 @@ def files(draw: st.DrawFn, fine: bool) -> dict[str, Any]:
     file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1} if fine else {}
     for key in draw(st.lists(st.sampled_from(TABLE), max_size=8, unique_by=lambda key: key.path)):
         insert(file, key, draw(fine_values_of(key) if fine else values_of(key.kind)))
-    for section, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+    for section, types in (("optimizer", OPTIMIZER_CONFIGS), ("scheduler", SCHEDULER_CONFIGS)):
         if "params" in file.get(section, {}):
             file[section].setdefault("type", draw(st.sampled_from([*types])))
     return file
@@ -155,8 +155,8 @@ def rates_of(value: object) -> st.SearchStrategy[Any]:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    kind = draw(st.sampled_from([*SCHEDULERS]))
-    names = [name for name in SCHEDULERS[kind].model_fields if name != "type"]
+    kind = draw(st.sampled_from([*SCHEDULER_CONFIGS]))
+    names = [name for name in SCHEDULER_CONFIGS[kind].model_fields if name != "type"]
     given_ = draw(st.lists(st.sampled_from(names), unique=True))
     return kind, {name: draw(rates_of(name)) for name in given_}
 
@@ -166,7 +166,7 @@ def schedules(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def test_what_a_schedule_accepts_has_rates(schedule: tuple[str, dict[str, Any]], steps: Sequence[int]) -> None:
     kind, params = schedule
     try:
-        config = SCHEDULERS[kind](**params)
+        config = SCHEDULER_CONFIGS[kind](**params)
     except ConfigError:
         return
     for count in steps:

@@ -1,8 +1,8 @@
-"""Writes ``deepspeed_data``: checkpoints that DeepSpeed saved, each with what its own utilities say was in it.
+"""Writes ``checkpoint_data``: checkpoints that DeepSpeed saved, each with what its own utilities say was in it.
 
 Where DeepSpeed 0.19 is installed::
 
-    DS_ACCELERATOR=cpu python write_deepspeed_data.py deepspeed_data
+    DS_ACCELERATOR=cpu python write_checkpoint_data.py checkpoint_data
 
 Each case is a run of its own, of one or two processes; names after the folder choose some. Tests import the model and
 the groups from here, and nothing of DeepSpeed.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from longshore.engine.config.base import Problem
-from longshore.engine.config.model import Config
-from longshore.engine.config.reading import Reading
-from longshore.engine.config.table import TARGETS
-from longshore.engine.config.values import lookup
+from longshore import Config
+from longshore.compat.config.kinds import lookup
+from longshore.compat.config.reading import Reading
+from longshore.compat.config.table import TARGETS
+from longshore.engine.config import Problem
 
 _FIELDS = {path: field for field, path in TARGETS.items()}
 _INVALID = object()

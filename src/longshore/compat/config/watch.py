@@ -1,4 +1,4 @@
-"""What a script keeps of what it gave an engine: before each step it is looked at for what would not be seen."""
+"""Detect changes that a script makes to a configuration that its engine has already read; checked before each step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from longshore.engine.config.base import NOTHING, shown
-from longshore.engine.config.keys import joined
-from longshore.engine.config.table import KEYS
-from longshore.errors import LongshoreError
-from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import sharded_store
+from longshore import LongshoreError
+from longshore.compat.config.keys import joined
+from longshore.compat.config.table import KEYS
+from longshore.seam import NOTHING, json_text
 
 
-class GivenConfig:
-    """What a mapping said when an engine was made of it.
+class ConfigWatch:
+    """The settings in a mapping at the time when an engine was made of it.
 
     Keys that longshore does not know may change: they are the script's. Where the mapping is given for another engine,
     its changes are meant for that one, and those before are not told.
     """
 
-    _latest: ClassVar[WeakValueDictionary[int, GivenConfig]] = WeakValueDictionary()
+    _latest: ClassVar[WeakValueDictionary[int, ConfigWatch]] = WeakValueDictionary()
     """By the id of the mapping, which the value keeps alive."""
 
     def __init__(self, given: Mapping[Any, Any]) -> None:
@@ -32,7 +30,7 @@ class GivenConfig:
         self._latest[id(given)] = self
 
     @classmethod
-    def among(cls, configs: Iterable[Any]) -> GivenConfig:
+    def among(cls, configs: Iterable[Any]) -> ConfigWatch:
         """Return that of the first mapping; one of nothing if there is none."""
         return cls(next((each for each in configs if isinstance(each, Mapping)), {}))
 
@@ -54,13 +52,6 @@ class GivenConfig:
         )
 
 
-def check_kept(given: GivenConfig, optimizer: TiledOptimizer) -> None:
-    """Raise LongshoreError before a step for what a script did to what it keeps, where that would not be seen."""
-    given.check()
-    if (sharded := sharded_store(optimizer)) is not None:
-        sharded.ownership.check_handles()
-
-
 def _known(content: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
     """Return the values of the keys that longshore knows, by path."""
     found: dict[str, Any] = {}
@@ -73,4 +64,4 @@ def _known(content: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
 
 
 def _said(values: Mapping[str, Any], path: str) -> str:
-    return shown(values[path]) if path in values else "not given"
+    return json_text(values[path]) if path in values else "not given"

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longshore.checkpoint.files import checked_entry
-from longshore.checkpoint.folder import LATEST, check_tag, is_checkpoint
-from longshore.errors import CheckpointError
+from longshore import CheckpointError
+from longshore.seam import LATEST, check_tag, checked_entry, is_checkpoint
 
 _LONGEST_LATEST = 4096
 _MOST_VALUES = 3_000_000
@@ -69,38 +68,6 @@ class SavedFiles(NamedTuple):
     folder: Path
     models: Sequence[Shard]
     optimizers: Sequence[Shard]
-
-
-def is_deepspeed(source: Path, tag: str | None) -> bool:
-    """Return whether DeepSpeed wrote the checkpoint with that tag (None: the one that ``latest`` names)."""
-    try:
-        folder = source / (_tag_in(source) if tag is None else check_tag(tag))
-        names = [path.name for path in folder.iterdir()]
-    except (CheckpointError, ValueError, OSError):
-        return False
-    return not is_checkpoint(folder) and any(map(_MODEL.fullmatch, names))
-
-
-def check_not_deepspeeds(root: Path, tag: str | None) -> None:
-    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh.
-
-    Args:
-        root: the folder of checkpoints; or that of one checkpoint, as somebody may give it.
-        tag: the checkpoint's tag; None: the one that ``latest`` names.
-    """
-    try:
-        itself = tag is None and is_deepspeed(root.parent, root.name)
-    except ValueError:
-        itself = False
-    if itself:
-        root, tag = root.parent, root.name
-    if is_deepspeed(root, tag):
-        tagged = "" if tag is None else f" --tag {tag}"
-        raise CheckpointError(
-            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
-            f"FOLDER{tagged}`, copy to FOLDER what transformers or Accelerate saved beside it (not the folder that was "
-            "converted), and load FOLDER"
-        )
 
 
 def read_files(source: Path, tag: str | None) -> SavedFiles:

@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints: read without DeepSpeed, and written as longshore's."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration files: the table of their keys, and their translation into ``longshore.Config``."""
