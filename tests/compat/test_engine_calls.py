@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,3 +290,18 @@ def test_constants_of_schedules_are_the_names_of_their_parameters() -> None:
     schedule: Any = made[3]
     assert schedule.total_num_steps == 10 and schedule.min_lrs == [0.0]
     made[0].destroy()
+
+
+def test_an_engine_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        made = deepspeed.initialize(model=nn.Linear(4, 4), config={**FILE, **ADAM})[0]
+        made.backward(made(torch.ones(1, 4)).sum())
+        made.step()
+        made.destroy()
+        alive = weakref.ref(made)
+        del made
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -350,6 +350,9 @@ class Engine(CoreEngine):
         )
 
 
+E = TypeVar("E", bound=Engine)
+
+
 class Initialized(NamedTuple):
     """The four results of :func:`initialize`, in the order that scripts unpack."""
 
@@ -408,32 +411,52 @@ def initialize(
         ConfigError: the configuration is wrong; the message lists all problems.
         ValueError, TypeError: an argument, named in the message, is not supported.
     """
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
-    environ = _environ(distributed_port, dist_init_required)
-    configs = (config, config_params, getattr(args, "deepspeed_config", None))
-    # Read before the ranks meet, so that a mistake in a file is reported without waiting for the others.
-    loaded = load_config(_only(configs), world_size=data_ranks(model, environ), needs_optimizer=optimizer is None)
-    assert model is not None  # checked before the configuration is
-    engine = make(
+    engine = make_by_file(
+        Engine,
+        only((config, config_params, getattr(args, "deepspeed_config", None))),
         model,
-        loaded.config,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        collate_fn,
+        environ=_environ(distributed_port, dist_init_required),
+        unsupported={"mpu": mpu, "mesh_param": mesh_param},
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
         offload=offload,
         wrap_policy=wrap_policy,
         weights=weights,
         device=device,
-        environ=environ,
-        notes=loaded.notes,
-        kind=Engine,
     )
-    engine._given = ConfigWatch.among(configs)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def make_by_file(
+    kind: type[E],
+    config: Any,
+    model: nn.Module | None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    unsupported: Mapping[str, Any],
+    optimizer: Any,
+    **arguments: Any,
+) -> E:
+    """Make an engine of this class by a file, its content, or a :class:`longshore.Config`.
+
+    Args:
+        environ: the variables that identify this rank.
+        unsupported: arguments that have to be None, by name.
+        optimizer, arguments: those of the core's ``make``.
+    """
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    # Read before the ranks meet, so that a mistake in a file is reported without waiting for the others.
+    ranks = data_ranks(model, environ)
+    loaded = load_config(config, world_size=ranks, needs_optimizer=optimizer is None)
+    assert model is not None  # data_ranks() refuses it
+    engine = make(model, loaded.config, optimizer, environ=environ, notes=loaded.notes, kind=kind, **arguments)
+    engine._given = ConfigWatch(config if isinstance(config, Mapping) else {})
+    return engine
 
 
 def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
@@ -445,7 +468,12 @@ def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
     return with_port(port)
 
 
-def _only(configs: Iterable[Any]) -> Any:
+def only(configs: Iterable[Any]) -> Any:
+    """Return the configuration among the arguments that may be one.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
     given = [config for config in configs if config is not None]
     if len(given) != 1:
         raise ValueError(

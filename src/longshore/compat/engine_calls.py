@@ -1,5 +1,4 @@
-"""What an engine answers scripts of DeepSpeed otherwise than those of longshore: names of the file, and calls that
-DeepSpeed asserts against."""
+"""DeepSpeed-specific behaviour of the engine: values from the JSON file, and calls that DeepSpeed rejects."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,80 +21,88 @@ class CallError(LongshoreError, AssertionError):
     """A call that DeepSpeed asserts against."""
 
 
-def answer_as_deepspeed(engine: Engine, config: Any, optimizer: Any) -> None:
-    """Have an engine answer with what the file says, and raise where DeepSpeed does.
+class DeepSpeedEngine(Engine):
+    """:class:`longshore.Engine` with the names of the file, which rejects the calls that DeepSpeed rejects."""
 
-    Args:
-        engine: made by ``longshore.initialize()``.
-        config: what it was given; a mapping has a file's content.
-        optimizer: the one that was passed, or None.
-    """
-    if isinstance(config, Mapping):
-        vars(engine)["config"] = FileConfig.of(engine.config, config)  # scripts cannot assign it
-    engine._file = config if isinstance(config, Mapping) else {}
-    engine._client_name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else ""
-    if engine.config.stage == 3:
-        show_status()
-        number(engine.module.parameters())
-        vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
-    _restrict(engine)
-    load = engine.load_checkpoint
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._inside = ""
+        """Name of the context that accumulates gradients now."""
 
-    def load_checkpoint(load_dir: Any, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
+    def answer_by(self, config: Any, optimizer: Any) -> None:
+        """Answer with the values of a file.
+
+        Args:
+            config: what ``initialize()`` was given; a mapping has a file's content.
+            optimizer: the one that was passed, or None.
+        """
+        if isinstance(config, Mapping):
+            vars(self)["config"] = FileConfig.of(self.config, config)  # scripts cannot assign it
+        self._file = config if isinstance(config, Mapping) else {}
+        self._client_name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else ""
+        if self.config.stage == 3:
+            show_status()
+            number(self.module.parameters())
+            vars(self.optimizer)["parameter_offload"] = ParameterOffload()
+
+    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> tuple[str | None, Any]:  # pyright: ignore
         """:meth:`longshore.Engine.load_checkpoint`, which returns the path as a string, as DeepSpeed does, and None
         twice if the folder has no checkpoint."""
         try:
-            path, client_state = load(load_dir, *arguments, **options)
+            path, client_state = super().load_checkpoint(load_dir, *arguments, **options)
             return str(path), client_state
         except NoCheckpointError:
-            if engine.global_rank == 0:
+            if self.global_rank == 0:
                 what = "nothing was loaded (if this is not a first start, check the path)"
                 warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
             return None, None
 
-    vars(engine)["load_checkpoint"] = load_checkpoint
-
-
-def _restrict(engine: Engine) -> None:
-    """Have the engine's contexts and ``step()`` raise where DeepSpeed's do."""
-    accumulate, apply = engine.no_sync, engine.step
-    inside: list[str] = []
-
     @contextlib.contextmanager
-    def entered(name: str) -> Iterator[None]:
-        if inside:
-            raise CallError(f"{name}() inside {inside[0]}(): DeepSpeed refuses it; leave the inner one out")
-        inside.append(name)
+    def _accumulating(self, name: str) -> Iterator[None]:
+        if self._inside:
+            raise CallError(f"{name}() inside {self._inside}(): DeepSpeed refuses it; leave the inner one out")
+        self._inside = name
         try:
-            with accumulate():
+            with super().no_sync():
                 yield
         finally:
-            inside.clear()
+            self._inside = ""
 
     @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """:meth:`longshore.Engine.no_sync`, with DeepSpeed's restrictions."""
-        if engine.config.stage >= 2:
+        if self.config.stage >= 2:
             raise CallError(
-                f"no_sync() at stage {engine.config.stage}: DeepSpeed refuses it, as stages 2 and 3 shard gradients; "
+                f"no_sync() at stage {self.config.stage}: DeepSpeed refuses it, as stages 2 and 3 shard gradients; "
                 "leave it out, or use coalesce_grad_reduction(), which works at every stage"
             )
-        with entered("no_sync"):
+        with self._accumulating("no_sync"):
             yield
 
     @contextlib.contextmanager
-    def coalesce_grad_reduction() -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> Iterator[None]:
         """:meth:`longshore.Engine.coalesce_grad_reduction`, with DeepSpeed's restrictions."""
-        with entered("coalesce_grad_reduction"):
+        with self._accumulating("coalesce_grad_reduction"):
             yield
 
-    def step(*arguments: Any, **options: Any) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """:meth:`longshore.Engine.step`, with DeepSpeed's restrictions."""
-        if inside:
-            raise CallError(f"step() inside {inside[0]}(): DeepSpeed refuses it; call it after the block")
-        apply(*arguments, **options)
+        if self._inside:
+            raise CallError(f"step() inside {self._inside}(): DeepSpeed refuses it; call it after the block")
+        super().step(lr_kwargs)
 
-    engine.no_sync, engine.coalesce_grad_reduction, engine.step = no_sync, coalesce_grad_reduction, step
+
+class EvaluationEngine(DeepSpeedEngine):
+    """An engine that was made without an optimizer, for evaluation and generation only."""
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise LongshoreError."""
+        raise LongshoreError(
+            "this engine was made without an optimizer, for evaluation and generation only; name one in the "
+            "configuration or pass initialize(optimizer=...)"
+        )
+
+    step = backward
 
 
 def refuse_leaves_without_gradients(engine: Engine, leaves: Iterable[nn.Module]) -> None:

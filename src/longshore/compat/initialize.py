@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from longshore import Config, ConfigError, LongshoreError
-from longshore.compat import engine as own
+from longshore import Config, ConfigError
 from longshore.compat.config.load import read_config
 from longshore.compat.config.watch import ConfigWatch
 from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
-from longshore.compat.engine import Initialized
-from longshore.compat.engine_calls import answer_as_deepspeed, refuse_leaves_without_gradients
+from longshore.compat.engine import Initialized, make_by_file, only
+from longshore.compat.engine_calls import DeepSpeedEngine, EvaluationEngine, refuse_leaves_without_gradients
 from longshore.compat.zero import note_leaves, policy_for
 
 
@@ -53,13 +52,7 @@ def initialize(
         ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    from_args = getattr(args, "deepspeed_config", None)
-    given = [each for each in (config, config_params, from_args) if each is not None]
-    source = "config"
-    if len(given) == 1:
-        (source, config), args = read_config(given[0]), None
-    elif config is None:
-        config = config_params  # longshore.initialize() raises if none is given, or several
+    source, config = read_config(only((config, config_params, getattr(args, "deepspeed_config", None))))
     whole = config
     config = _without(config, "optimizer", "optimizer=", optimizer)
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
@@ -71,27 +64,27 @@ def initialize(
         config, lr_scheduler, model_parameters = for_evaluation(config), None, None
         optimizer = _never_stepped(model)
     with _errors_of(source):
-        made = own.initialize(
-            args,
+        engine = make_by_file(
+            EvaluationEngine if evaluates else DeepSpeedEngine,
+            _measuring(config),
             model,
-            optimizer if evaluates else passed.optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            mpu=mpu,
+            unsupported={"mpu": mpu, "mesh_param": mesh_param},
+            optimizer=optimizer if evaluates else passed.optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
             collate_fn=collate_fn,
-            config=_measuring(config),
-            mesh_param=mesh_param,
             wrap_policy=policy_for(model, config),
         )
-    made.engine._given = ConfigWatch.among([whole])
-    answer_as_deepspeed(made.engine, config, optimizer)
+    engine._given = ConfigWatch(whole if isinstance(whole, Mapping) else {})
+    engine.answer_by(config, optimizer)
     if evaluates:
-        made.engine.backward = made.engine.step = _without_optimizer
-        return made._replace(optimizer=None)
-    if made.engine.config.stage == 3:
-        refuse_leaves_without_gradients(made.engine, note_leaves(made.engine.module, made.engine.config))
-    return made._replace(optimizer=made.optimizer if passed.kept is None else passed.kept)
+        kept: Any = None
+    else:
+        kept = engine.optimizer if passed.kept is None else passed.kept
+        if engine.config.stage == 3:
+            refuse_leaves_without_gradients(engine, note_leaves(engine.module, engine.config))
+    return Initialized(engine, kept, engine.training_dataloader, engine.lr_scheduler)
 
 
 class _Given:
@@ -132,13 +125,6 @@ def _never_stepped(model: nn.Module | None) -> Optimizer:
     trainable = [each for each in parameters if each.requires_grad]
     least = min(trainable or parameters, key=torch.numel, default=nn.Parameter(torch.zeros(1)))
     return torch.optim.SGD([least], lr=0.0)
-
-
-def _without_optimizer(*_: Any, **__: Any) -> NoReturn:
-    raise LongshoreError(
-        "this engine was made without an optimizer, for evaluation and generation only; name one in the configuration "
-        "or pass initialize(optimizer=...)"
-    )
 
 
 def _measuring(config: Any) -> Any:

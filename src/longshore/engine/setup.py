@@ -91,7 +91,7 @@ def make(
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         for note in notes if ranks.rank == 0 else ():
-            warnings.warn(note, stacklevel=3)
+            warnings.warn(note, stacklevel=4)  # of the script, by way of a door
         # Bind before memory is allocated, so that it comes from the NUMA node of this rank's CPUs.
         binding = bind(settings, ranks, environ)
         undo.callback(binding.release)
@@ -255,7 +255,7 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
         warnings.warn(
             f"initialize() discarded the gradients that {len(left)} parameters still had ({left[0].name} and others); "
             "call zero_grad() at the end of a loop of your own",
-            stacklevel=4,
+            stacklevel=5,
         )
     register(optimizer)
     if sharded is not None:

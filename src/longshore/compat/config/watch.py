@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -28,11 +28,6 @@ class ConfigWatch:
         if (former := self._latest.get(id(given))) is not None:
             former._given = former._before = {}
         self._latest[id(given)] = self
-
-    @classmethod
-    def among(cls, configs: Iterable[Any]) -> ConfigWatch:
-        """Return that of the first mapping; one of nothing if there is none."""
-        return cls(next((each for each in configs if isinstance(each, Mapping)), {}))
 
     def check(self) -> None:
         """Raise LongshoreError if a setting is not what it was."""
