@@ -190,7 +190,7 @@ SECTIONS = (
             "tiles/tile.py",
             "tiles/steps.py",
             "tiles/: BrokenStateError",
-            "tiles/: forked",
+            "transfer/: forked",
             "kernels/: Triton",
             "engine/engine.py",
             "engine/attributes.py",

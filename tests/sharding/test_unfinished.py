@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longshore.sharding.unfinished import wait_for
-from longshore.tiles.worker import Worker
+from longshore.transfer.runner import Worker
 
 _BEGIN = """
 import os, sys, time, torch

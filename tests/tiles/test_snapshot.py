@@ -16,8 +16,8 @@ from longshore.tiles.memory import BufferPool, PendingReads
 from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.tile import Tile
-from longshore.tiles.worker import runner_for
 from longshore.transfer import DirectTransfer
+from longshore.transfer.runner import runner_for
 
 ARRAYS = ("master", "exp_avg")
 
@@ -29,7 +29,7 @@ class Buffers:
         self.pending_reads = PendingReads()
         self.pool = BufferPool(2, pending_reads=self.pending_reads)
         kernels, transfer = HostKernels(threads=1), DirectTransfer()
-        runner, parts = runner_for(kernels, 1, transfer.begin_job), {}
+        runner, parts = runner_for(kernels.asynchronous, 1, transfer.begin_job), {}
         speculator = Speculator(0, BufferPool(2), transfer, kernels, runner, parts.__getitem__)
         self.snapshots = Snapshots(self.pool, self.pending_reads, speculator, torch.device("cpu"))
         self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles([(0, 48), (1, 16)], 32)]

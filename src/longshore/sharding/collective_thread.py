@@ -27,7 +27,8 @@ from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, diff
 from longshore.sharding.twin_groups import Twins
 from longshore.sharding.unfinished import let_go, wait_for
 from longshore.sharding.waiting import all_gather_single, communicating, missing, notice_s
-from longshore.tiles import Recorder, Worker
+from longshore.tiles import Recorder
+from longshore.transfer.runner import Worker
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from longshore.tiles.worker import exiting, park_until
+from longshore.transfer.runner import exiting, park_until
 
 _SLICE = timedelta(milliseconds=200)
 _GRACE_S = 1.0
@@ -26,8 +26,8 @@ def wait_for(work: Any, unless: threading.Event | None = None, gone: Callable[[]
     ``gone`` returns the ranks that are missing. A collective that is not done a little later never will be: gloo does
     not tell the ranks that exchange nothing with those directly, nor of a network that is cut.
 
-    A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.tiles.worker``. So
-    it comes back now and then, and once the process is about to end, it waits in Python, and goes on only if another
+    A thread in ``work.wait()`` must not come back from it while Python shuts down: see ``longshore.transfer.runner``.
+    So it comes back now and then, and once the process is about to end, it waits in Python, and goes on only if another
     thread waits for its job.
     """
     until = math.inf

@@ -11,7 +11,6 @@ from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
 from longshore.tiles.tile import TileState
-from longshore.tiles.worker import Worker
 
 __all__ = [
     "GRADIENT",
@@ -37,7 +36,6 @@ __all__ = [
     "StateSnapshot",
     "TileState",
     "TileStore",
-    "Worker",
     "annotating",
     "broken_state_error",
     "debugging",

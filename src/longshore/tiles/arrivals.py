@@ -18,8 +18,8 @@ from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots, padded_bytes
 from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
-from longshore.tiles.worker import JobRunner
 from longshore.transfer import Bundle, CopyHandle, Transfer
+from longshore.transfer.runner import JobRunner
 
 LANDING_SLOTS = 2
 """While the host adds a later gradient from one slot, the next one is copied to the other."""

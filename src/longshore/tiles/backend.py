@@ -40,8 +40,8 @@ from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.tiles.worker import runner_for
 from longshore.transfer import CopyHandle, Transfer, wait_for_all
+from longshore.transfer.runner import runner_for
 
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
@@ -129,7 +129,7 @@ class Backend:
         self.buffers = BufferPool(len(arrays), memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = BufferPool(1, memory)
-        self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
+        self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(transfer, kernels, self.accumulators, self.worker)
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0

@@ -23,8 +23,8 @@ from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.tiles.worker import JobRunner
 from longshore.transfer import Transfer, wait_for_all
+from longshore.transfer.runner import JobRunner
 
 
 class Pass:

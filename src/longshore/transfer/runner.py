@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from longshore.kernels import Kernels
-
 
 class InlineRunner:
     """Runner of each job at once, on the caller's thread, with the methods of :class:`Worker`.
@@ -314,6 +312,7 @@ class Worker:
 JobRunner = InlineRunner | Worker
 
 
-def runner_for(kernels: Kernels, limit_bytes: int, on_start: Callable[[], None]) -> JobRunner:
-    """Return the runner for jobs that call these kernels; see :class:`Worker` for the arguments."""
-    return InlineRunner() if kernels.asynchronous else Worker(limit_bytes, on_start)
+def runner_for(asynchronous: bool, limit_bytes: int, on_start: Callable[[], None]) -> JobRunner:
+    """Return the runner for jobs that call kernels, which only enqueue work if they are ``asynchronous``; see
+    :class:`Worker` for the other arguments."""
+    return InlineRunner() if asynchronous else Worker(limit_bytes, on_start)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from longshore.kernels import HostKernels
-from longshore.tiles.worker import InlineRunner, Worker, runner_for
+from longshore.transfer.runner import InlineRunner, Worker, runner_for
 
 
 def worker_threads() -> list[threading.Thread]:
@@ -246,11 +245,8 @@ def test_ctrl_c_in_an_inline_job_ends_the_backward_and_is_kept() -> None:
 
 
 def test_kernels_that_only_enqueue_need_no_thread() -> None:
-    class Enqueuing(HostKernels):
-        asynchronous = True
-
-    assert isinstance(runner_for(Enqueuing(threads=1), 1, nothing), InlineRunner)
-    assert isinstance(runner_for(HostKernels(threads=1), 1, nothing), Worker)
+    assert isinstance(runner_for(True, 1, nothing), InlineRunner)
+    assert isinstance(runner_for(False, 1, nothing), Worker)
 
 
 def test_idle_within_says_whether_every_job_has_run() -> None:
