@@ -22,7 +22,7 @@ import longshore
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Case, Note, interleave, paired_ratio, summary
 from longshore.accelerator import current_stream_is
-from longshore.transfer import DeviceCopyStream, DeviceFetchStream
+from longshore.transfer import DeviceCopyStream
 
 PART = "models larger than the device"
 
@@ -72,7 +72,7 @@ class _Block(nn.Module):
 
 def _throttle(ms_per_byte: float) -> None:
     """Let each copy take as long as its bytes do."""
-    begin, start = DeviceFetchStream.begin, DeviceCopyStream._start
+    begin, start = DeviceCopyStream.fetch, DeviceCopyStream._start
 
     def slow_begin(self: Any, source: Tensor, target: Tensor, *rest: Any) -> Any:
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
@@ -87,7 +87,7 @@ def _throttle(ms_per_byte: float) -> None:
             _sleep(ms_per_byte * source.nbytes)
         return start(self, source, target, ready, after)
 
-    DeviceFetchStream.begin = slow_begin
+    DeviceCopyStream.fetch = slow_begin
     DeviceCopyStream._start = slow_start
 
 
@@ -98,10 +98,10 @@ def _step(model: nn.Module, width: int) -> None:
 
 
 def _copy(values: Sequence[Tensor]) -> None:
-    stream = DeviceFetchStream(torch.device("sim", 0))
+    stream = DeviceCopyStream(torch.device("sim", 0))
     for each in values:
         target = torch.empty_like(each, device="sim")
-        stream.begin(each, target, target)
+        stream.fetch(each, target, target)
     torch.accelerator.synchronize()
 
 

@@ -16,7 +16,7 @@ from longshore.accelerator import current_stream_is
 from longshore.activations import HostInput, InputsOfCall, PinnedBlocks
 from longshore.checkpointing import checkpoint, configure, held_host_bytes
 from longshore.engine import activation_checkpointing
-from longshore.transfer import DeviceFetchStream
+from longshore.transfer import DeviceCopyStream
 
 pytestmark = pytest.mark.gpu
 
@@ -49,13 +49,13 @@ def fetches() -> torch.Stream:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements each copy back to the device has, in their order."""
     found: list[int] = []
-    begin = DeviceFetchStream.begin
+    begin = DeviceCopyStream.fetch
 
-    def recorded(self: DeviceFetchStream, source: Tensor, *rest: Any) -> Any:
+    def recorded(self: DeviceCopyStream, source: Tensor, *rest: Any) -> Any:
         found.append(source.numel())
         return begin(self, source, *rest)
 
-    monkeypatch.setattr(DeviceFetchStream, "begin", recorded)
+    monkeypatch.setattr(DeviceCopyStream, "fetch", recorded)
     return found
 
 
@@ -130,7 +130,7 @@ def test_inputs_of_the_call_before_are_fetched_ahead(fetched: list[int]) -> None
 def test_without_memory_for_the_call_before_its_inputs_are_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     expected = gradients(model, plain)
-    fetch_before, begin = InputsOfCall.fetch_before, DeviceFetchStream.begin
+    fetch_before, begin = InputsOfCall.fetch_before, DeviceCopyStream.fetch
     ahead: list[InputsOfCall] = []
     refused: list[Any] = []
 
@@ -141,14 +141,14 @@ def test_without_memory_for_the_call_before_its_inputs_are_fetched_later(monkeyp
         finally:
             ahead.pop()
 
-    def full(self: DeviceFetchStream, *rest: Any) -> Any:
+    def full(self: DeviceCopyStream, *rest: Any) -> Any:
         if ahead:
             refused.append(rest)
             raise torch.OutOfMemoryError("no memory is left")
         return begin(self, *rest)
 
     monkeypatch.setattr(InputsOfCall, "fetch_before", noted)
-    monkeypatch.setattr(DeviceFetchStream, "begin", full)
+    monkeypatch.setattr(DeviceCopyStream, "fetch", full)
     found = gradients(model, checkpoint)
     assert refused and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 

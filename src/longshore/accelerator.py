@@ -90,7 +90,7 @@ def number_of(value: Tensor) -> float:
 
 
 Mark = torch.Event
-"""An event whose ``elapsed_time`` may be asked."""
+"""A position of a stream; if it is of :func:`timed_event`, its ``elapsed_time`` may be asked."""
 
 
 def timed_event(stream: torch.Stream) -> Mark:

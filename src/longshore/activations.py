@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, allocate_pinned
+from longshore.transfer import Copy, DeviceCopyStream, Fetch, allocate_pinned
 
 _ALIGNMENT_BYTES = 256
 """The largest alignment of operands that matrix libraries consider when they choose kernels."""
@@ -42,11 +42,11 @@ class PinnedBlocks:
         self.allocated_bytes = 0
         self._most_bytes = self._free_bytes = 0
         self._lock = threading.Lock()
-        self._free: deque[tuple[Tensor, list[CopyHandle]]] = deque()
+        self._free: deque[tuple[Tensor, list[Copy]]] = deque()
         """Blocks, with the copies that may still read or write them; those that were given back first come first."""
-        self._given_back: deque[tuple[Tensor, list[CopyHandle]]] = deque()
+        self._given_back: deque[tuple[Tensor, list[Copy]]] = deque()
 
-    def give_back(self, block: Tensor, copies: list[CopyHandle]) -> None:
+    def give_back(self, block: Tensor, copies: list[Copy]) -> None:
         """Take a block back, from whatever thread frees an input, also while another one is in :meth:`take`."""
         self._given_back.append((block, copies))
 
@@ -67,7 +67,7 @@ class PinnedBlocks:
             self.allocated_bytes += num_bytes
             return block
 
-    def _finished(self, free: tuple[Tensor, list[CopyHandle]]) -> Tensor:
+    def _finished(self, free: tuple[Tensor, list[Copy]]) -> Tensor:
         block, copies = free
         self._free_bytes -= block.nbytes
         for copy in copies:
@@ -79,8 +79,8 @@ _blocks = PinnedBlocks()
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[DeviceCopyStream, DeviceFetchStream]:
-    return DeviceCopyStream(device, _IN_FLIGHT_BYTES), DeviceFetchStream(device)
+def _streams(device: torch.device) -> tuple[DeviceCopyStream, DeviceCopyStream]:
+    return DeviceCopyStream(device, _IN_FLIGHT_BYTES), DeviceCopyStream(device)
 
 
 class HostInput:
@@ -97,9 +97,9 @@ class HostInput:
         self._device = tensor.device
         self._size, self._stride = tensor.size(), None
         self._call = call
-        self._copies: list[CopyHandle] = []
+        self._copies: list[Copy] = []
         """The last copy that reads or writes the memory of the host."""
-        self._fetch: DeviceFetch | None = None
+        self._fetch: Fetch | None = None
         """The copy to the device that has begun and that nobody has asked for."""
         self._written: Tensor | None = None
         """Counts writes to an input whose copy may still be under way; one that is copied at once may be written."""
@@ -127,7 +127,7 @@ class HostInput:
         finalizer.atexit = False
         host = block[:num_bytes].view(tensor.dtype).view(source.size())
         to_host, _ = _streams(tensor.device)
-        self._copies[:] = [to_host.enqueue(source, host, [to_host.mark_current()], None)]
+        self._copies[:] = [to_host.copy(source, host, to_host.mark())]
         if not tensor.is_inference():
             self._written = _written(tensor)
             self._version = self._written._version
@@ -143,7 +143,7 @@ class HostInput:
         if self._copies and self._fetch is None:
             to_host, to_device = _streams(self._device)
             restored, target = self._memory_on_device()
-            self._fetch = to_device.begin(self._host, target, restored, self._copies[0])
+            self._fetch = to_device.fetch(self._host, target, restored, self._copies[0])
             self._copies[:] = [self._fetch]
             to_host.forget_finished()
 

@@ -225,7 +225,7 @@ if TYPE_CHECKING:
     from longshore.tiles.memory import allocate_zeros as allocate_zeros
     from longshore.tiles.memory import padded_bytes as padded_bytes
     from longshore.torch_versions import require as require
-    from longshore.transfer import CopyHandle as CopyHandle
+    from longshore.transfer import Copy as Copy
     from longshore.transfer import FinishedCopy as FinishedCopy
     from longshore.units import WrapPolicy as WrapPolicy
     from longshore.units import units_of as units_of
@@ -309,7 +309,7 @@ HOMES = {
     "longshore.tiles.matrix_exchange": "MATRICES_UNDER_WAY Matrix reserved_bytes",
     "longshore.tiles.memory": "allocate_zeros padded_bytes",
     "longshore.torch_versions": "require",
-    "longshore.transfer": "CopyHandle FinishedCopy",
+    "longshore.transfer": "Copy FinishedCopy",
     "longshore.units": "WrapPolicy units_of units_with_leaves",
 }
 

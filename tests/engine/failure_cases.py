@@ -17,12 +17,12 @@ from support import whole
 import longshore
 from engine.cases import engine_of
 from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
-from longshore.transfer import Transfer
+from longshore.transfer import CopyStreams
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 
 
-def make_engine(stage: int, transfer: Transfer | None = None, **config: Any) -> Any:
+def make_engine(stage: int, transfer: CopyStreams | None = None, **config: Any) -> Any:
     model = make_model(torch.float32)
     settings = longshore.Config(
         **{"stage": stage, "reduce_bucket_numel": 500, "optimizer": {"type": "AdamW", **OPTIONS}, **config}

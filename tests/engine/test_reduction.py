@@ -181,22 +181,22 @@ def test_stages_0_and_1_reduce_with_the_last_backward(overlap: bool, two_ranks: 
 class _Counting(longshore.SimulatedTransfer):
     """Counts copies."""
 
-    down = up = 0
+    brought = published = 0
 
-    def copy_to_host(self, *args: Any) -> Any:
-        self.down += 1
-        return super().copy_to_host(*args)
+    def bring(self, *args: Any) -> Any:
+        self.brought += 1
+        return super().bring(*args)
 
-    def copy_to_device(self, *args: Any) -> Any:
-        self.up += 1
-        return super().copy_to_device(*args)
+    def publish(self, *args: Any) -> Any:
+        self.published += 1
+        return super().publish(*args)
 
 
 @pytest.mark.parametrize("device", ["none", "cpu"])
 def test_offload(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``cpu``: gradients and weights move to and from the host; ``none``: nothing moves. The same bits."""
     transfers = [_Counting(seed=3)]
-    monkeypatch.setattr("longshore.optim.offload.transfer_for", lambda device: transfers[0])
+    monkeypatch.setattr("longshore.optim.offload.streams_for", lambda device: transfers[0])
     twin = small_model()
     loop = PlainLoop(twin.parameters(), **OPTIONS)
     config = file(zero_optimization={"stage": 2, "offload_optimizer": {"device": device, "pin_memory": True}})
@@ -207,4 +207,4 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same(engine.module, twin, step)
         assert engine.explain(print_it=False).offload == device
         (transfer,) = transfers
-        assert (transfer.down > 0) == (transfer.up > 0) == (device == "cpu")
+        assert (transfer.brought > 0) == (transfer.published > 0) == (device == "cpu")

@@ -21,7 +21,7 @@ def offloaded(**keys: Any) -> dict[str, Any]:
 def test_ratio(ratio: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The share of the state that is on the host; the same weights."""
     monkeypatch.setattr(
-        "longshore.optim.offload.transfer_for", lambda device: longshore.SimulatedTransfer(seed=1, max_delay_s=0.001)
+        "longshore.optim.offload.streams_for", lambda device: longshore.SimulatedTransfer(seed=1, max_delay_s=0.001)
     )
     models, sizes = [], []
     for content in (file(), file(zero_optimization=offloaded(ratio=ratio, super_offload=True))):

@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "small gradients come into a slot that is still read",
         "Arrivals._copy_run",
-        "handles = [self._transfer.copy_together(bundle, into, ready, slot.last_publish)]",
-        "handles = [self._transfer.copy_together(bundle, into, ready, None)]",
+        "handles = [self._streams.bring(bundle, into, ready, slot.last_publish)]",
+        "handles = [self._streams.bring(bundle, into, ready, None)]",
         (STORE, ARRIVALS),
     ),
     Mutant(
@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         "slots are smaller than they are thought to be",
         "Arrivals.make_slots",
-        "slots, _ = cut_slots(self._transfer, [slot_bytes] * LANDING_SLOTS)",
-        "slots, _ = cut_slots(self._transfer, [num_bytes] * LANDING_SLOTS)",
+        "slots, _ = cut_slots(self._streams, [slot_bytes] * LANDING_SLOTS)",
+        "slots, _ = cut_slots(self._streams, [num_bytes] * LANDING_SLOTS)",
         (ARRIVALS,),
     ),
     Mutant(
@@ -370,7 +370,7 @@ MUTANTS = [
     Mutant(
         "the step returns before its parameters are published",
         "Backend.run",
-        "self.transfer.end_publish()",
+        "self.streams.end_publish()",
         "",
         (STORE,),
     ),
@@ -412,7 +412,7 @@ MUTANTS = [
     Mutant(
         "new values of small parameters travel alone",
         "publish",
-        "together = transfer.publishes and slot is not None",
+        "together = streams.publishes and slot is not None",
         "together = False",
         (ARRIVALS,),
     ),
@@ -476,7 +476,7 @@ MUTANTS = [
     Mutant(
         "what a broken commit published overtakes what is loaded next",
         "TileStore.committing",
-        "backend.transfer.end_publish()",
+        "backend.streams.end_publish()",
         "pass",
         (STORE,),
     ),

@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "the update of a matrix in several tiles is that of its first one",
         "MatrixBackend._last_passes",
-        "output, gradient = (self.transfer.output_for(part.target, staged), update[part.in_piece])",
-        "output, gradient = (self.transfer.output_for(part.target, staged), update[:segment.layout.numel])",
+        "output, gradient = (self.streams.output_for(part.target, staged), update[part.in_piece])",
+        "output, gradient = (self.streams.output_for(part.target, staged), update[:segment.layout.numel])",
         (MUON,),
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "a rank steps although another has no memory for its matrices",
         "ShardedStore._exchange_of",
-        "reserve(self.transfer.device, matrices)",
+        "reserve(self.streams.device, matrices)",
         "pass",
         (ENGINE,),
     ),

@@ -10,15 +10,15 @@ MUTANTS = [
     Mutant(
         "the step does not compare parameters with their masters",
         "Backend.__init__",
-        "self._outputs = Outputs.COMPARED if detect_writes and (not transfer.publishes) else Outputs.WRITTEN",
+        "self._outputs = Outputs.COMPARED if detect_writes and (not streams.publishes) else Outputs.WRITTEN",
         "self._outputs = Outputs.WRITTEN",
         (UNSEEN_WRITES,),
     ),
     Mutant(
         "a tile that is stepped ahead has its masters in the parameters",
         "Backend.__init__",
-        "self._own_masters = isinstance(kernels, HostKernels) and (not transfer.publishes) and (not ahead)",
-        "self._own_masters = isinstance(kernels, HostKernels) and (not transfer.publishes)",
+        "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes) and (not ahead)",
+        "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes)",
         ("tests/optim/test_own_masters.py",),
     ),
     Mutant(

@@ -176,7 +176,7 @@ def test_released_gradients_take_no_device_memory() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).to(device_type())
     parameter_bytes = 4 * 2048 * 2048
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
-    optimizer._core.store.transfer.to_host.limit_bytes = 2 * parameter_bytes
+    optimizer._core.store.streams.down.limit_bytes = 2 * parameter_bytes
     x = torch.randn(4, 2048, device=device_type())
     for _ in range(2):
         torch.accelerator.synchronize()

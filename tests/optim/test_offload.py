@@ -15,7 +15,7 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
 from longshore.tiles import MASTER, BackendSettings, TileStore
-from longshore.transfer import DeviceTransfer, DirectTransfer, SimulatedTransfer
+from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
@@ -118,7 +118,7 @@ def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> 
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = TileStore(BackendSettings(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False))
+    store = TileStore(BackendSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
     store.add_parameters([(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
@@ -137,19 +137,19 @@ def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:
     transfer = SimulatedTransfer(max_delay_s=0.0)
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(device="none", transfer=transfer))
-    assert isinstance(optimizer._core.store.transfer, DirectTransfer)
+    assert isinstance(optimizer._core.store.streams, CopyStreams)
     loss_of(model, 0).backward()
     optimizer.step()
-    assert transfer.to_host.delays == transfer.to_device.delays == 0
+    assert transfer.down.delays == transfer.up.delays == 0
     staged = longshore.AdamW(small_model().parameters(), offload=Offload(transfer=transfer))
-    assert staged._core.store.transfer is transfer
+    assert staged._core.store.streams is transfer
 
 
 def test_cpu_parameters_are_stepped_by_the_host_kernels_either_way() -> None:
     for where in ("cpu", "none"):
         kernels = Offload(device=where, threads=2).kernels_for(torch.device("cpu"))
         assert isinstance(kernels, HostKernels) and kernels.threads == 2
-        assert isinstance(Offload(device=where).transfer_to(torch.device("cpu")), DirectTransfer)
+        assert isinstance(Offload(device=where).streams_to(torch.device("cpu")), CopyStreams)
 
 
 @pytest.mark.parametrize("device_name", ["nvme", "cuda", "", None, torch.device("cpu")])
@@ -159,8 +159,8 @@ def test_other_places_are_refused(device_name: Any) -> None:
 
 
 def test_a_transfer_that_would_have_nothing_to_copy_is_refused() -> None:
-    transfer = DeviceTransfer.__new__(DeviceTransfer)
-    with pytest.raises(ValueError, match="device='none' copies nothing, and a DeviceTransfer was given"):
+    transfer = DeviceStreams.__new__(DeviceStreams)
+    with pytest.raises(ValueError, match="device='none' copies nothing, and a DeviceStreams was given"):
         Offload(device="none", transfer=transfer)
     assert Offload(transfer=transfer).transfer is transfer
 

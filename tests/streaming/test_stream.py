@@ -23,7 +23,7 @@ from longshore.checkpointing import checkpoint, configure
 from longshore.engine import activation_checkpointing
 from longshore.errors import LongshoreError, ParameterError
 from longshore.streaming import Stream, stream
-from longshore.transfer import DeviceFetchStream
+from longshore.transfer import DeviceCopyStream
 
 pytestmark = pytest.mark.gpu
 
@@ -238,9 +238,9 @@ def test_weights_are_those_without_streaming(call: str, checkpointed: str, dtype
 
 def test_copies_that_take_long() -> None:
     """Each copy to the device takes longer than what computes meanwhile."""
-    begin = DeviceFetchStream.begin
+    begin = DeviceCopyStream.fetch
 
-    def slow(self: DeviceFetchStream, *rest: Any) -> Any:
+    def slow(self: DeviceCopyStream, *rest: Any) -> Any:
         from longshore.accelerator import current_stream_is
 
         with current_stream_is(self.stream):
@@ -248,7 +248,7 @@ def test_copies_that_take_long() -> None:
         return begin(self, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceFetchStream, "begin", slow)
+        patch.setattr(DeviceCopyStream, "fetch", slow)
         pair = Pair(checkpointed="not reentrant")
         for step in range(3):
             pair.step(plainly, step)
@@ -470,9 +470,9 @@ def test_the_next_block_is_fetched_ahead(checkpointed: str | None) -> None:
 def test_without_memory_for_the_next_block_it_is_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(tied=False)
     pair.step(plainly, 0)
-    begin, refused = DeviceFetchStream.begin, []
+    begin, refused = DeviceCopyStream.fetch, []
 
-    def full(self: DeviceFetchStream, source: Tensor, *rest: Any) -> Any:
+    def full(self: DeviceCopyStream, source: Tensor, *rest: Any) -> Any:
         resident = pair.stream._resident
         used = [block for block in (resident._now, resident.kept) if block is not None]
         if source.data_ptr() not in {each.rest.data_ptr() for block in used for each in block.parameters}:
@@ -481,7 +481,7 @@ def test_without_memory_for_the_next_block_it_is_fetched_later(monkeypatch: pyte
         return begin(self, source, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceFetchStream, "begin", full)
+        patch.setattr(DeviceCopyStream, "fetch", full)
         pair.step(plainly, 1)
     assert refused
     pair.step(plainly, 2)

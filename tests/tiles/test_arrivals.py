@@ -16,7 +16,7 @@ from longshore.errors import GradientError
 from longshore.kernels import HostKernels
 from longshore.tiles import BackendSettings, TileStore, parcels
 from longshore.tiles.arrivals import LANDING_SLOTS
-from longshore.transfer import Bundle, CopyHandle, SimulatedTransfer
+from longshore.transfer import Bundle, Copy, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
 
@@ -33,18 +33,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def publishes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parameters each copy from the host of the simulated transfer had."""
     found: list[int] = []
-    alone, apart = SimulatedTransfer.copy_to_device, SimulatedTransfer.copy_apart
+    publish = SimulatedTransfer.publish
 
-    def recorded_alone(self: Any, *rest: Any) -> Any:
-        found.append(1)
-        return alone(self, *rest)
+    def recorded(self: Any, output: Any, parameters: Any) -> Any:
+        found.append(len(parameters._tensors) if isinstance(parameters, Bundle) else 1)
+        return publish(self, output, parameters)
 
-    def recorded_apart(self: Any, outputs: Any, bundle: Bundle) -> Any:
-        found.append(len(bundle._tensors))
-        return apart(self, outputs, bundle)
-
-    monkeypatch.setattr(SimulatedTransfer, "copy_to_device", recorded_alone)
-    monkeypatch.setattr(SimulatedTransfer, "copy_apart", recorded_apart)
+    monkeypatch.setattr(SimulatedTransfer, "publish", recorded)
     return found
 
 
@@ -52,23 +47,28 @@ def publishes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients each copy to the host of the simulated transfer had."""
     found: list[int] = []
-    enqueue = SimulatedTransfer.copy_to_host, SimulatedTransfer.copy_together
+    bring = SimulatedTransfer.bring
 
-    def alone(self: Any, *rest: Any) -> Any:
-        found.append(1)
-        return enqueue[0](self, *rest)
+    def recorded(self: Any, source: Any, *rest: Any) -> Any:
+        found.append(len(source._tensors) if isinstance(source, Bundle) else 1)
+        return bring(self, source, *rest)
 
-    def together(self: Any, bundle: Bundle, *rest: Any) -> Any:
-        found.append(len(bundle._tensors))
-        return enqueue[1](self, bundle, *rest)
-
-    monkeypatch.setattr(SimulatedTransfer, "copy_to_host", alone)
-    monkeypatch.setattr(SimulatedTransfer, "copy_together", together)
+    monkeypatch.setattr(SimulatedTransfer, "bring", recorded)
     return found
 
 
-def _full(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory is left")
+def refusing(call: Any, error: BaseException, bundles: bool) -> Any:
+    """The method of a transfer, which raises for copies of several tensors together, or for those of one."""
+
+    def refused(first: Any, second: Any, *rest: Any) -> Any:
+        if (isinstance(first, Bundle) or isinstance(second, Bundle)) == bundles:
+            raise error
+        return call(first, second, *rest)
+
+    return refused
+
+
+FULL = torch.OutOfMemoryError("no memory is left")
 
 
 NUMELS = (7, 30, 1, 19, 20, 12)
@@ -118,7 +118,7 @@ def test_new_values_travel_alone_where_the_device_has_no_memory_left(
 ) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
 
-    monkeypatch.setattr(training.transfer, "copy_apart", _full)
+    monkeypatch.setattr(training.transfer, "publish", refusing(training.transfer.publish, FULL, bundles=True))
     training.window(dict.fromkeys(range(6), 1))
     assert publishes == [1] * 7
     training.check()
@@ -185,7 +185,7 @@ def test_a_part_of_something_large_does_not_wait(train: Any, copies: list[int]) 
     training.check()
 
 
-class Gate(CopyHandle):
+class Gate(Copy):
     """A copy that is under way until the event is set."""
 
     def __init__(self) -> None:
@@ -213,15 +213,14 @@ def test_small_gradients_wait_for_what_still_reads_their_slot(train: Any, copies
     training.check()
 
 
-def _failing(*_: Any) -> Any:
-    raise RuntimeError("lost")
+FAILING = RuntimeError("lost")
 
 
 def test_a_copy_that_cannot_start_is_told_and_its_window_discarded(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=(7, 8, 9), tile_numel=60)
     gradients = training.gradients({1: 1, 2: 1})
     with monkeypatch.context() as patch:
-        patch.setattr(training.transfer, "copy_together", _failing)
+        patch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FAILING, bundles=True))
         for index in (1, 2):
             training.arrive(index, gradients[index][0])
         for _ in range(2):
@@ -238,7 +237,7 @@ def test_each_travels_alone_where_the_device_has_no_memory_left(
 ) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
 
-    monkeypatch.setattr(training.transfer, "copy_together", _full)
+    monkeypatch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FULL, bundles=True))
     training.window(dict.fromkeys(range(6), 1))
     assert copies == [1] * 7
     training.check()
@@ -355,7 +354,7 @@ def test_a_later_gradient_that_could_not_land_is_copied_when_its_turn_comes(
     training.arrive(0, gradients[0][0])
     gate = busy_worker(training)
     with monkeypatch.context() as patch:
-        patch.setattr(training.transfer, "copy_to_host", _failing)
+        patch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FAILING, bundles=False))
         for gradient in gradients[0][1:]:
             training.arrive(0, gradient)
     gate.set()
@@ -400,7 +399,7 @@ def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.Monkey
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name in ((training.transfer, "copy_to_host"), (training.store.backend.worker, "submit")):
+    for owner, name in ((training.transfer, "bring"), (training.store.backend.worker, "submit")):
         training.arrive(0, training.gradient(0))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)

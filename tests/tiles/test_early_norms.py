@@ -8,7 +8,7 @@ from longshore.layout import plan_tiles
 from longshore.tiles import BackendSettings, TileStore
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.tile import Tile, TileEvent
-from longshore.transfer import CopyHandle, DirectTransfer
+from longshore.transfer import Copy, CopyStreams
 
 HALVED = Scale(0.5)
 NUMELS = {0: 30, 1: 70, 2: 20}
@@ -71,7 +71,7 @@ def test_a_norm_holds_at_its_scale_until_something_arrives(kernels: HostKernels)
     assert window.norms.known(UNSCALED).keys() == {index for index in NUMELS if index not in tile.segments}
 
 
-class LateCopy(CopyHandle):
+class LateCopy(Copy):
     """A copy whose bytes are there only when somebody has waited for it."""
 
     def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def test_squares_are_added_in_the_order_of_the_parameters(
 ) -> None:
     """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
     values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
-    store = TileStore(BackendSettings(DirectTransfer(), kernels, 40, hold_gradients=True))
+    store = TileStore(BackendSettings(CopyStreams(), kernels, 40, hold_gradients=True))
     store.add_parameters((index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
     monkeypatch.setattr(store.backend.speculator, "known_squares", lambda scale: blocks)

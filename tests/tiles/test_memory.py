@@ -9,7 +9,7 @@ import torch
 
 from longshore.layout import SegmentLayout
 from longshore.tiles.memory import BufferKind, BufferPool, allocate_zeros, allocator_on, cut_slots
-from longshore.transfer import DirectTransfer
+from longshore.transfer import CopyStreams
 
 HUGE_NUMEL = (2 << 20) // 4
 
@@ -183,18 +183,18 @@ def at(offset: int, numel: int) -> SegmentLayout:
 
 def test_slots_are_aligned_disjoint_and_counted() -> None:
     sizes = [32, 64, 96, 128]
-    slots, allocated_bytes = cut_slots(DirectTransfer(), sizes)
+    slots, allocated_bytes = cut_slots(CopyStreams(), sizes)
     assert allocated_bytes == 64 + 64 + 128 + 128
     views = [slot.view(torch.uint8, at(0, size)) for slot, size in zip(slots, sizes, strict=True)]
     assert all(view.data_ptr() % 64 == views[0].data_ptr() % 64 for view in views)
     for value, view in enumerate(views):
         view.fill_(value)
     assert [set(view.tolist()) for view in views] == [{0}, {1}, {2}, {3}]
-    assert cut_slots(DirectTransfer(), []) == ([], 0)
+    assert cut_slots(CopyStreams(), []) == ([], 0)
 
 
 def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two() -> None:
-    class Recorded(DirectTransfer):
+    class Recorded(CopyStreams):
         def __init__(self) -> None:
             self.blocks: list[int] = []
 
@@ -213,7 +213,7 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_slot_is_seen_as_its_tiles_dtype(dtype: torch.dtype) -> None:
-    (_, slot), _ = cut_slots(DirectTransfer(), [32, 48 * dtype.itemsize])
+    (_, slot), _ = cut_slots(CopyStreams(), [32, 48 * dtype.itemsize])
     whole = slot.view(dtype, at(0, 48)).copy_(torch.arange(48))
     part = slot.view(dtype, at(32, 7))
     assert part.dtype == dtype and part.is_contiguous()

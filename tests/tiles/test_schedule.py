@@ -30,7 +30,7 @@ from longshore.tiles.events import (
     Which,
     commit_moves,
 )
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 
 class Witness(Recorder):
@@ -38,7 +38,7 @@ class Witness(Recorder):
 
     def __init__(self) -> None:
         self.over: list[tuple[str, int | None]] = []
-        self.copies: dict[tuple[str, int], list[CopyHandle]] = {}
+        self.copies: dict[tuple[str, int], list[Copy]] = {}
         self.wrong: list[tuple[str, int | None, str]] = []
         self.waited: set[tuple[str, str]] = set()
 
@@ -65,7 +65,7 @@ class Witness(Recorder):
     def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self._see(name, tile)
 
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int, handle: Copy, begin_ns: int) -> None:
         self.copies.setdefault((name, tile), []).append(handle)
         self._see(f"asked: {name}", tile)
 

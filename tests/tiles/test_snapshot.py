@@ -16,7 +16,7 @@ from longshore.tiles.memory import BufferPool, PendingReads
 from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.tile import Tile
-from longshore.transfer import DirectTransfer
+from longshore.transfer import CopyStreams
 from longshore.transfer.runner import runner_for
 
 ARRAYS = ("master", "exp_avg")
@@ -28,7 +28,7 @@ class Buffers:
     def __init__(self) -> None:
         self.pending_reads = PendingReads()
         self.pool = BufferPool(2, pending_reads=self.pending_reads)
-        kernels, transfer = HostKernels(threads=1), DirectTransfer()
+        kernels, transfer = HostKernels(threads=1), CopyStreams()
         runner, parts = runner_for(kernels.asynchronous, 1, transfer.begin_job), {}
         speculator = Speculator(0, BufferPool(2), transfer, kernels, runner, parts.__getitem__)
         self.snapshots = Snapshots(self.pool, self.pending_reads, speculator, torch.device("cpu"))

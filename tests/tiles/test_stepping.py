@@ -15,7 +15,7 @@ from longshore.tiles.backend import commit_tile
 from longshore.tiles.memory import BufferKind, BufferPool
 from longshore.tiles.speculation import Pass
 from longshore.tiles.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 NUMELS = {0: 37, 1: 5, 2: 20}
 RULES = {
@@ -39,7 +39,7 @@ class Broken(HostKernels):
         raise RuntimeError("the kernel failed")
 
 
-class Late(CopyHandle):
+class Late(Copy):
     """A copy that is on its way until somebody waits for it."""
 
     def __init__(self, source: Tensor) -> None:

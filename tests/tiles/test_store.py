@@ -24,7 +24,7 @@ from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.events import PIPELINE_DEPTH
-from longshore.transfer import DeviceTransfer, DirectTransfer, SimulatedTransfer, Transfer
+from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -42,7 +42,7 @@ class Training:
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: CopyStreams,
         numels: Sequence[int] = NUMELS,
         dtypes: Sequence[torch.dtype] = (torch.float32,),
         tile_numel: int = 40,
@@ -55,7 +55,7 @@ class Training:
         self.store = TileStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
-        self.device = device_type() if isinstance(transfer, DeviceTransfer) else "cpu"
+        self.device = device_type() if isinstance(transfer, DeviceStreams) else "cpu"
         self.numels = list(numels)
         values = [torch.randn(numel).to(dtype) for numel, dtype in zip(numels, self.dtypes, strict=True)]
         self.parameters = [value.to(self.device, copy=True) for value in values]
@@ -137,12 +137,12 @@ def all_parameters(training: Training, arrivals: int = 1) -> dict[int, int]:
     return dict.fromkeys(range(len(training.numels)), arrivals)
 
 
-def device() -> Transfer:
-    return DeviceTransfer(current_device(), in_flight_bytes=512)
+def device() -> CopyStreams:
+    return DeviceStreams.to_host(current_device(), in_flight_bytes=512)
 
 
 TRANSFERS = [
-    pytest.param(DirectTransfer, id="direct"),
+    pytest.param(CopyStreams, id="direct"),
     *(pytest.param(lambda seed=seed: SimulatedTransfer(seed, 0.001), id=f"simulated-{seed}") for seed in range(3)),
     pytest.param(device, id="device", marks=pytest.mark.gpu),
 ]
@@ -212,7 +212,7 @@ windows = st.lists(
 )
 def test_any_history_is_the_reference(numels, dtypes, tile_numel, seed, windows, hold) -> None:
     torch.manual_seed(0)
-    transfer = DirectTransfer() if seed is None else SimulatedTransfer(seed, max_delay_s=0.0003)
+    transfer = CopyStreams() if seed is None else SimulatedTransfer(seed, max_delay_s=0.0003)
     training = Training(transfer, numels, dtypes, tile_numel, hold)
     try:
         for arrivals, verdict in windows:
@@ -269,7 +269,7 @@ def test_whether_a_gradient_is_the_first_is_each_parameters_own_affair(train, tr
 
 
 def test_a_single_backward_takes_no_accumulator(train) -> None:
-    for transfer in (DirectTransfer(), SimulatedTransfer(1)):
+    for transfer in (CopyStreams(), SimulatedTransfer(1)):
         training = train(transfer, dtypes=(BF16,))
         for _ in range(3):
             gradients = training.gradients(all_parameters(training))
@@ -367,7 +367,7 @@ def test_discarded_in_the_middle(train, seed: int) -> None:
         assert all(tile.state is TileState.EMPTY for tile in training.store.tiles)
         training.window(dict.fromkeys(range(0, 5, 1 + seed % 3), 1 + seed % 2))
         training.check()
-    assert training.transfer.to_host.delays > 0
+    assert training.transfer.down.delays > 0
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
@@ -706,7 +706,7 @@ def test_a_gradient_is_freed_when_it_has_arrived(train) -> None:
 
 
 def test_nothing_of_a_window_is_kept_after_the_step(train) -> None:
-    training = train(DirectTransfer(), numels=(30, 30), tile_numel=100)
+    training = train(CopyStreams(), numels=(30, 30), tile_numel=100)
     gradients = [training.gradient(index) for index in (0, 1, 1)]
     freed = [weakref.ref(gradient) for gradient in gradients]
     for index, gradient in zip((0, 1, 1), gradients, strict=True):
@@ -779,7 +779,7 @@ def test_states_may_be_added_later_and_begin_at_zero(train) -> None:
 
 
 def test_a_parameter_is_known_once_it_is_laid_out(train) -> None:
-    training = train(DirectTransfer())
+    training = train(CopyStreams())
     assert [index in training.store for index in (0, 1, 4, 5)] == [True, True, True, False]
     training.store.add_parameters([])
     assert len(training.store.tiles) == 6

@@ -15,7 +15,7 @@ from longshore.accelerator import current_stream_is
 from longshore.optim.rules.muon import MuonRule
 from longshore.tiles.events import COPY_TO_HOST, FETCH, PUBLISH, TRANSFORM
 from longshore.tracing.events import BACKWARD, DEVICE_TRACK, STEP
-from longshore.transfer import DeviceTransfer
+from longshore.transfer import DeviceStreams
 
 pytestmark = pytest.mark.gpu
 
@@ -74,11 +74,11 @@ def test_a_copy_begins_when_it_runs() -> None:
 
 def test_what_the_next_forward_waits_for_is_exposed() -> None:
     training = Training(True)
-    transfer = training.optimizer._core.store.transfer
-    assert isinstance(transfer, DeviceTransfer)
+    transfer = training.optimizer._core.store.streams
+    assert isinstance(transfer, DeviceStreams)
     with longshore.trace(training.optimizer) as traced:
         training.backward()
-        with current_stream_is(transfer.to_device.stream):
+        with current_stream_is(transfer.up.stream):
             keep_busy(LONG)  # behind it the new parameters are late, from when the backward ends
             keep_busy(LONG)
         training.optimizer.step()
@@ -88,11 +88,11 @@ def test_what_the_next_forward_waits_for_is_exposed() -> None:
 
 def test_copies_are_timed_in_a_trace_alone() -> None:
     training = Training(True)
-    transfer = training.optimizer._core.store.transfer
-    assert isinstance(transfer, DeviceTransfer)
+    transfer = training.optimizer._core.store.streams
+    assert isinstance(transfer, DeviceStreams)
     with longshore.trace(training.optimizer):
-        assert transfer.to_host.times_copies and transfer.to_device.times_copies
-    assert not transfer.to_host.times_copies and not transfer.to_device.times_copies
+        assert transfer.down.times_copies and transfer.up.times_copies
+    assert not transfer.down.times_copies and not transfer.up.times_copies
 
 
 def test_a_monitor_has_the_devices_times(tmp_path: Path) -> None:

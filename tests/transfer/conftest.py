@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 
-class Gate(CopyHandle):
+class Gate(Copy):
     """A copy that is done when the test says so: a stream that is told to wait for it stands still."""
 
     def __init__(self) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from on_device import busy_stream, current_device, device_type, keep_busy
 
 from longshore.accelerator import current_stream_is
-from longshore.tiles import Worker
-from longshore.transfer import CopyHandle, DeviceTransfer, ResidentTransfer, RestingTransfer
+from longshore.transfer import Copy, DeviceStreams
+from longshore.transfer.runner import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -27,20 +27,20 @@ LONG = 200_000_000
 
 
 @pytest.fixture
-def transfer() -> Iterator[DeviceTransfer]:
-    transfer = DeviceTransfer(current_device())
+def transfer() -> Iterator[DeviceStreams]:
+    transfer = DeviceStreams.to_host(current_device())
     # What loads lazily, loads now, and not between a sleep and what races with it.
     warm = torch.zeros(8, device=device_type()).fill_(1.0).clone()
     keep_busy(1)
     slot = floats(transfer, 8)
-    transfer.copy_to_host(warm, slot, transfer.mark(), None).wait()
-    transfer.copy_to_device(slot, warm).wait()
+    transfer.bring(warm, slot, transfer.mark(), None).wait()
+    transfer.publish(slot, warm).wait()
     torch.accelerator.synchronize()
     yield transfer
     transfer.close()
 
 
-def floats(transfer: DeviceTransfer, numel: int = NUMEL) -> torch.Tensor:
+def floats(transfer: DeviceStreams, numel: int = NUMEL) -> torch.Tensor:
     return transfer.allocate(4 * numel).view(torch.float32)
 
 
@@ -48,103 +48,103 @@ def all_are(tensor: torch.Tensor, value: float) -> bool:
     return bool((tensor == value).all())
 
 
-def test_buffers_are_pinned(transfer: DeviceTransfer) -> None:
+def test_buffers_are_pinned(transfer: DeviceStreams) -> None:
     block = transfer.allocate(1000)
     assert block.dtype == torch.uint8 and block.shape == (1000,) and block.is_pinned()
 
 
-def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: DeviceTransfer) -> None:
+def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: DeviceStreams) -> None:
     source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     torch.accelerator.synchronize()
     keep_busy(LONG)
     source.fill_(7.0)
-    handle = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    handle = transfer.bring(source, buffer, transfer.mark(), None)
     assert not handle.done()
     handle.wait()
     assert handle.done() and handle.target is buffer
     assert all_are(buffer, 7.0)
 
 
-def test_a_wait_leaves_its_cpu_to_others(transfer: DeviceTransfer) -> None:
+def test_a_wait_leaves_its_cpu_to_others(transfer: DeviceStreams) -> None:
     source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     torch.accelerator.synchronize()
     keep_busy(4 * LONG)
-    handle = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    handle = transfer.bring(source, buffer, transfer.mark(), None)
     began, began_work = time.perf_counter(), time.thread_time()
     handle.wait()
     assert time.thread_time() - began_work < (time.perf_counter() - began) / 4
 
 
-def test_without_its_mark_a_copy_is_early(transfer: DeviceTransfer) -> None:
+def test_without_its_mark_a_copy_is_early(transfer: DeviceStreams) -> None:
     """The test above bites."""
     source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     torch.accelerator.synchronize()
     keep_busy(LONG)
     source.fill_(7.0)
-    transfer.copy_to_host(source, buffer, None, None).wait()
+    transfer.bring(source, buffer, (), None).wait()
     assert all_are(buffer, 0.0)
     torch.accelerator.synchronize()
 
 
-def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceTransfer) -> None:
+def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceStreams) -> None:
     source, buffer = torch.full((NUMEL,), 3.0, device=device_type()), floats(transfer)
     ready = transfer.mark()
     torch.accelerator.synchronize()
     with busy_stream(LONG):
         later = transfer.mark()
-        transfer.copy_to_host(source, buffer, ready, None).wait()
+        transfer.bring(source, buffer, ready, None).wait()
         assert all_are(buffer, 3.0)
         assert not later.query()
     torch.accelerator.synchronize()
 
 
-def test_the_source_may_be_let_go_of_at_once(transfer: DeviceTransfer) -> None:
+def test_the_source_may_be_let_go_of_at_once(transfer: DeviceStreams) -> None:
     buffers = [floats(transfer) for _ in range(4)]
     torch.accelerator.synchronize()
     keep_busy(LONG)
     for value, buffer in enumerate(buffers):
         source = torch.full((NUMEL,), float(value), device=device_type())
-        transfer.copy_to_host(source, buffer, transfer.mark(), None)
+        transfer.bring(source, buffer, transfer.mark(), None)
         del source
         torch.full((NUMEL,), -1.0, device=device_type())  # would take the memory if it were free
     transfer.synchronize()
     assert [all_are(buffer, float(value)) for value, buffer in enumerate(buffers)] == [True] * 4
 
 
-def test_the_source_is_free_when_the_copy_is_done(transfer: DeviceTransfer) -> None:
+def test_the_source_is_free_when_the_copy_is_done(transfer: DeviceStreams) -> None:
     buffer = floats(transfer)
     gc.collect()
     before = torch.accelerator.memory_allocated()
-    handle = transfer.copy_to_host(torch.ones(NUMEL, device=device_type()), buffer, transfer.mark(), None)
+    handle = transfer.bring(torch.ones(NUMEL, device=device_type()), buffer, transfer.mark(), None)
     assert torch.accelerator.memory_allocated() >= before + 4 * NUMEL
     handle.wait()
     assert torch.accelerator.memory_allocated() == before
     assert all_are(handle.target, 1.0)
 
 
-def test_another_thread_enqueues(transfer: DeviceTransfer) -> None:
+def test_another_thread_enqueues(transfer: DeviceStreams) -> None:
     """As the worker does with a later arrival: marked in a hook, copied from its own thread."""
     source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     torch.accelerator.synchronize()
     keep_busy(LONG)
     source.fill_(7.0)
     ready = transfer.mark()
-    handles: list[CopyHandle] = []
-    thread = threading.Thread(target=lambda: handles.append(transfer.copy_to_host(source, buffer, ready, None)))
+    handles: list[Copy] = []
+    thread = threading.Thread(target=lambda: handles.append(transfer.bring(source, buffer, ready, None)))
     thread.start()
     thread.join()
     handles[0].wait()
     assert all_are(buffer, 7.0)
 
 
-def test_concurrent_enqueuers(transfer: DeviceTransfer) -> None:
-    results: list[tuple[CopyHandle, float]] = []
+def test_concurrent_enqueuers(transfer: DeviceStreams) -> None:
+    results: list[tuple[Copy, float]] = []
     buffers = floats(transfer, 4 * 20 * 1024).view(4, 20, 1024)
 
     def enqueue(row: int) -> None:
         for i in range(20):
             source = torch.full((1024,), float(100 * row + i), device=device_type())
-            handle = transfer.copy_to_host(source, buffers[row, i], transfer.mark(), None)
+            handle = transfer.bring(source, buffers[row, i], transfer.mark(), None)
             results.append((handle, float(100 * row + i)))
 
     threads = [threading.Thread(target=enqueue, args=(row,)) for row in range(4)]
@@ -159,7 +159,7 @@ def test_concurrent_enqueuers(transfer: DeviceTransfer) -> None:
 
 
 def test_the_bound_holds_and_gradients_are_freed_early() -> None:
-    transfer = DeviceTransfer(current_device(), in_flight_bytes=2 * 4 * NUMEL)
+    transfer = DeviceStreams.to_host(current_device(), in_flight_bytes=2 * 4 * NUMEL)
     buffers = [floats(transfer) for _ in range(8)]
     gc.collect()
     torch.accelerator.synchronize()
@@ -167,9 +167,9 @@ def test_the_bound_holds_and_gradients_are_freed_early() -> None:
     before = torch.accelerator.memory_allocated()
     for value, buffer in enumerate(buffers):
         source = torch.full((NUMEL,), float(value), device=device_type())
-        transfer.copy_to_host(source, buffer, transfer.mark(), None)
+        transfer.bring(source, buffer, transfer.mark(), None)
         del source
-    assert transfer.to_host.peak_bytes == 2 * 4 * NUMEL
+    assert transfer.down.peak_bytes == 2 * 4 * NUMEL
     # Two under way and the one that is being made, of the eight.
     assert torch.accelerator.max_memory_allocated() - before <= 3 * 4 * NUMEL
     transfer.synchronize()
@@ -178,7 +178,7 @@ def test_the_bound_holds_and_gradients_are_freed_early() -> None:
     transfer.close()
 
 
-def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: DeviceTransfer) -> None:
+def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: DeviceStreams) -> None:
     parameter, slot = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     slot.fill_(5.0)
     old, new = torch.empty_like(parameter), torch.empty_like(parameter)
@@ -186,7 +186,7 @@ def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: D
     keep_busy(LONG)
     old.copy_(parameter)
     transfer.begin_publish()
-    handle = transfer.copy_to_device(transfer.output_for(parameter, slot), parameter)
+    handle = transfer.publish(transfer.output_for(parameter, slot), parameter)
     assert not handle.done()
     transfer.end_publish()
     new.copy_(parameter)
@@ -194,7 +194,7 @@ def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: D
     assert all_are(old, 0.0) and all_are(new, 5.0)
 
 
-def test_a_slot_is_reused_after_its_publish(transfer: DeviceTransfer) -> None:
+def test_a_slot_is_reused_after_its_publish(transfer: DeviceStreams) -> None:
     parameter, slot = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     slot.fill_(5.0)
     gradient = torch.full((NUMEL,), 9.0, device=device_type())
@@ -202,32 +202,32 @@ def test_a_slot_is_reused_after_its_publish(transfer: DeviceTransfer) -> None:
     torch.accelerator.synchronize()
     keep_busy(LONG)  # the publish is late, the gradient is not
     transfer.begin_publish()
-    published = transfer.copy_to_device(slot, parameter)
+    published = transfer.publish(slot, parameter)
     transfer.end_publish()
-    transfer.copy_to_host(gradient, slot, ready, published).wait()
+    transfer.bring(gradient, slot, ready, published).wait()
     torch.accelerator.synchronize()
     assert all_are(parameter, 5.0) and all_are(slot, 9.0)
 
 
-def test_reading_blocks(transfer: DeviceTransfer) -> None:
+def test_reading_blocks(transfer: DeviceStreams) -> None:
     parameter = torch.zeros(NUMEL, device=device_type())
     keep_busy(LONG)
     parameter.fill_(2.0)
     assert all_are(transfer.read(parameter), 2.0)
 
 
-def test_synchronize_waits_for_both_streams(transfer: DeviceTransfer) -> None:
+def test_synchronize_waits_for_both_streams(transfer: DeviceStreams) -> None:
     source, buffer = torch.ones(NUMEL, device=device_type()), floats(transfer)
     keep_busy(LONG)
-    down = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    down = transfer.bring(source, buffer, transfer.mark(), None)
     transfer.begin_publish()
-    up = transfer.copy_to_device(floats(transfer), source)
+    up = transfer.publish(floats(transfer), source)
     transfer.synchronize()
     assert down.done() and up.done()
 
 
-@pytest.mark.parametrize("kind", [DeviceTransfer, ResidentTransfer])
-def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceTransfer | ResidentTransfer]) -> None:
+@pytest.mark.parametrize("kind", [DeviceStreams.to_host, DeviceStreams])
+def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: Callable[[torch.device], DeviceStreams]) -> None:
     """On another thread, as a reduction is: its own current stream knows nothing of ours."""
     device = current_device()
     transfer = kind(device)
@@ -251,8 +251,8 @@ def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[DeviceT
     transfer.close()
 
 
-@pytest.mark.parametrize("kind", [DeviceTransfer, ResidentTransfer])
-def test_what_is_read_aside_may_be_let_go_of(kind: type[DeviceTransfer | ResidentTransfer]) -> None:
+@pytest.mark.parametrize("kind", [DeviceStreams.to_host, DeviceStreams])
+def test_what_is_read_aside_may_be_let_go_of(kind: Callable[[torch.device], DeviceStreams]) -> None:
     transfer, home = kind(current_device()), torch.accelerator.current_stream()
     source, copy = (torch.full((NUMEL,), value, device=device_type()) for value in (7.0, 0.0))
     torch.accelerator.synchronize()
@@ -276,9 +276,9 @@ def test_the_stream_before_is_current_again() -> None:
 
 def test_what_stays_on_the_device_is_not_copied() -> None:
     device = current_device()
-    transfer = ResidentTransfer(device)
+    transfer = DeviceStreams(device)
     tensor = torch.ones(4, device=device)
-    handle = transfer.copy_to_host(tensor, None, transfer.mark(), None)
+    handle = transfer.bring(tensor, None, transfer.mark(), None)
     assert handle.done() and handle.target is tensor
     assert transfer.output_for(tensor, None) is tensor and transfer.read(tensor) is tensor
     assert not transfer.staged and transfer.allocate(8).device == device
@@ -288,7 +288,7 @@ def test_jobs_of_the_worker_have_its_device() -> None:
     """A new thread begins with the first one, where a rank of another one would open a context, which takes memory."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two accelerators")
-    transfer = DeviceTransfer(torch.device(device_type(), 1))
+    transfer = DeviceStreams.to_host(torch.device(device_type(), 1))
     worker = Worker(1, transfer.begin_job)
     found: list[int] = []
     worker.submit(lambda: found.append(torch.accelerator.current_device_index()), 0)
@@ -302,7 +302,7 @@ def test_jobs_of_the_worker_have_its_device() -> None:
 def test_parameters_on_the_host_are_written_once_they_are_copied(beside: bool) -> None:
     """``beside``: they are copied on a stream that the current one does not know of."""
     device = current_device()
-    transfer = RestingTransfer(device)
+    transfer = DeviceStreams.to_host(device, publishes=False)
     parameter = floats(transfer, 1000).fill_(3.0)
     stream = torch.Stream(device) if beside else torch.accelerator.current_stream(device)
     torch.accelerator.synchronize()
@@ -312,7 +312,7 @@ def test_parameters_on_the_host_are_written_once_they_are_copied(beside: bool) -
     transfer.begin_publish()
     new = torch.full((1000,), 4.0)
     assert transfer.output_for(parameter, new) is parameter
-    assert transfer.copy_to_device(new, parameter).done()
+    assert transfer.publish(new, parameter).done()
     transfer.end_publish()
     torch.accelerator.synchronize()
     assert all_are(copy, 3.0) and all_are(parameter, 4.0)

@@ -12,7 +12,7 @@ import torch
 import longshore
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.memory import cut_slots, padded_bytes
-from longshore.transfer import DirectTransfer
+from longshore.transfer import CopyStreams
 from longshore.transfer.pinned import PinnedPool, allocate_pinned
 
 
@@ -87,7 +87,7 @@ def test_a_pool_gives_memory_again_once_nothing_has_it(runtime: Runtime) -> None
 def test_slots_of_unlucky_sizes(runtime: Runtime) -> None:
     """Three slots of 5 MiB: blocks of powers of two would take 24."""
 
-    class Pinned(DirectTransfer):
+    class Pinned(CopyStreams):
         def allocate(self, num_bytes: int) -> torch.Tensor:
             return allocate_pinned(num_bytes)
 

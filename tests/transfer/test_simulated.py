@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.transfer import CopyHandle, SimulatedTransfer, simulated
+from longshore.transfer import Copy, SimulatedTransfer, simulated
 from longshore.transfer.simulated import SimulatedCopy
 
 
@@ -33,8 +33,8 @@ class RecordedTime:
         self.slept.setdefault(threading.current_thread().name, []).append(seconds)
 
 
-def up(transfer: SimulatedTransfer, source: torch.Tensor, after: CopyHandle | None = None) -> CopyHandle:
-    return transfer.copy_to_host(source, torch.zeros_like(source), transfer.mark(), after)
+def up(transfer: SimulatedTransfer, source: torch.Tensor, after: Copy | None = None) -> Copy:
+    return transfer.bring(source, torch.zeros_like(source), transfer.mark(), after)
 
 
 # -- order and delays ---------------------------------------------------------
@@ -44,20 +44,20 @@ def up(transfer: SimulatedTransfer, source: torch.Tensor, after: CopyHandle | No
 def test_copies_of_a_stream_run_in_order(seed: int) -> None:
     transfer = SimulatedTransfer(seed=seed)
     target = torch.zeros(3)
-    handles = [transfer.copy_to_host(torch.full((3,), float(i)), target, None, None) for i in range(20)]
+    handles = [transfer.bring(torch.full((3,), float(i)), target, (), None) for i in range(20)]
     for i, handle in enumerate(handles):
         handle.wait()
         assert all(earlier.done() for earlier in handles[:i])
         assert target[0] >= i
     assert torch.equal(target, torch.full((3,), 19.0))
-    assert transfer.to_host.delays == 20
+    assert transfer.down.delays == 20
     transfer.close()
 
 
 def test_the_streams_are_two(transfer: SimulatedTransfer, gate) -> None:
     """A copy to the device does not queue behind one to the host."""
     blocked = up(transfer, torch.ones(3), after=gate)
-    transfer.copy_to_device(torch.ones(3), torch.zeros(3)).wait()
+    transfer.publish(torch.ones(3), torch.zeros(3)).wait()
     assert not blocked.done()
     gate.open()
 
@@ -68,7 +68,7 @@ def delays_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[floa
     transfer = SimulatedTransfer(seed=seed, max_delay_s=0.25)
     for _ in range(10):
         up(transfer, torch.ones(3))
-        transfer.copy_to_device(torch.ones(3), torch.zeros(3))
+        transfer.publish(torch.ones(3), torch.zeros(3))
         transfer.begin_job()
     transfer.synchronize()
     transfer.close()
@@ -88,25 +88,25 @@ def test_a_copy_really_runs_later() -> None:
     transfer = SimulatedTransfer(seed=2, max_delay_s=0.3)
     source, parameter = torch.ones(3), torch.zeros(3)
     started = time.perf_counter()
-    handle = transfer.copy_to_device(source, parameter)
+    handle = transfer.publish(source, parameter)
     assert not handle.done() and torch.equal(parameter, torch.zeros(3))
     transfer.end_publish()
     assert handle.done() and torch.equal(parameter, torch.ones(3))
     assert time.perf_counter() - started > 0.2  # what the seed draws is more
-    assert transfer.to_device.delays == 1
+    assert transfer.up.delays == 1
     transfer.close()
 
 
 def test_no_delay_when_none_is_asked_for() -> None:
     transfer = SimulatedTransfer(max_delay_s=0)
     up(transfer, torch.ones(3)).wait()
-    assert transfer.to_host.delays == 0
+    assert transfer.down.delays == 0
     transfer.close()
 
 
 def test_after_is_honoured(transfer: SimulatedTransfer, gate) -> None:
     buffer = torch.zeros(3)
-    handle = transfer.copy_to_host(torch.ones(3), buffer, None, gate)
+    handle = transfer.bring(torch.ones(3), buffer, (), gate)
     time.sleep(0.02)  # ten times the longest delay
     assert not handle.done() and torch.equal(buffer, torch.zeros(3))
     gate.open()
@@ -118,8 +118,8 @@ def test_a_slot_is_reused_after_its_publish() -> None:
     for seed in range(10):
         transfer = SimulatedTransfer(seed=seed)
         slot, parameter = torch.full((3,), 5.0), torch.zeros(3)
-        published = transfer.copy_to_device(slot, parameter)
-        transfer.copy_to_host(torch.full((3,), 9.0), slot, None, published).wait()
+        published = transfer.publish(slot, parameter)
+        transfer.bring(torch.full((3,), 9.0), slot, (), published).wait()
         assert torch.equal(parameter, torch.full((3,), 5.0)) and torch.equal(slot, torch.full((3,), 9.0))
         transfer.close()
 
@@ -129,7 +129,7 @@ def test_a_slot_is_reused_after_its_publish() -> None:
 
 def test_the_source_may_be_let_go_of_at_once(transfer: SimulatedTransfer, gate) -> None:
     buffer = torch.zeros(3)
-    transfer.copy_to_host(torch.full((3,), 4.0), buffer, None, gate)  # neither source nor handle is kept
+    transfer.bring(torch.full((3,), 4.0), buffer, (), gate)  # neither source nor handle is kept
     gc.collect()
     gate.open()
     transfer.synchronize()
@@ -177,21 +177,21 @@ def test_the_bound_blocks_the_enqueuer(gate) -> None:
     gate.open()
     third.join(timeout=20)
     assert not third.is_alive()
-    assert transfer.to_host.peak_bytes == 24
+    assert transfer.down.peak_bytes == 24
     transfer.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = SimulatedTransfer(seed=seed, max_delay_s=0.0002, in_flight_bytes=100)
-    start = transfer.to_host._start
+    start = transfer.down._start
 
-    def slowly(*arguments: Any) -> CopyHandle:
+    def slowly(*arguments: Any) -> Copy:
         time.sleep(0.0001)  # the others find that there is room
         return start(*arguments)
 
-    monkeypatch.setattr(transfer.to_host, "_start", slowly)
-    results: list[tuple[CopyHandle, float]] = []
+    monkeypatch.setattr(transfer.down, "_start", slowly)
+    results: list[tuple[Copy, float]] = []
 
     def enqueue(first: int) -> None:
         for value in range(first, first + 50):
@@ -205,8 +205,8 @@ def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     for handle, value in results:
         handle.wait()
         assert torch.equal(handle.target, torch.full((3,), value))
-    assert len(results) == transfer.to_host.delays == 200
-    assert 12 < transfer.to_host.peak_bytes <= 100
+    assert len(results) == transfer.down.delays == 200
+    assert 12 < transfer.down.peak_bytes <= 100
     transfer.close()
 
 
@@ -215,7 +215,7 @@ def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_failed_copy_is_reported_and_the_stream_goes_on(transfer: SimulatedTransfer) -> None:
     gate = SimulatedCopy(torch.ones(1), torch.ones(1))  # until both are enqueued, neither is known to fail
-    failed = transfer.copy_to_host(torch.ones(3), torch.zeros(2), None, gate)
+    failed = transfer.bring(torch.ones(3), torch.zeros(2), None, gate)
     later = up(transfer, torch.ones(3))
     gate.finish(None)
     later.wait()
@@ -225,7 +225,7 @@ def test_a_failed_copy_is_reported_and_the_stream_goes_on(transfer: SimulatedTra
 
 
 def test_a_copy_after_a_failed_one_fails(transfer: SimulatedTransfer) -> None:
-    failed = transfer.copy_to_device(torch.ones(3), torch.zeros(2))
+    failed = transfer.publish(torch.ones(3), torch.zeros(2))
     dependent = up(transfer, torch.ones(3), after=failed)
     with pytest.raises(RuntimeError, match="size"):
         dependent.wait()
@@ -257,7 +257,7 @@ def test_the_kernel_writes_into_the_buffer(transfer: SimulatedTransfer) -> None:
 
 
 def threads_of(transfer: SimulatedTransfer) -> list[threading.Thread]:
-    return [stream._thread for stream in (transfer.to_host, transfer.to_device)]
+    return [stream._thread for stream in (transfer.down, transfer.up)]
 
 
 def test_close_joins_the_threads_when_all_is_copied() -> None:
@@ -289,7 +289,7 @@ def test_a_stream_at_rest_keeps_nothing_alive() -> None:
     threads, gone = threads_of(transfer), weakref.ref(transfer)
     buffer = torch.zeros(3)
     freed = weakref.ref(buffer)
-    transfer.copy_to_host(torch.ones(3), buffer, None, None).wait()
+    transfer.bring(torch.ones(3), buffer, (), None).wait()
     del buffer
     transfer.synchronize()
     for _ in range(100):  # the thread has told the handle, and then lets go
@@ -312,7 +312,7 @@ import torch
 from longshore import SimulatedTransfer
 transfer = SimulatedTransfer(max_delay_s=0.3)
 for _ in range(4):
-    handles.append(transfer.copy_to_host(torch.ones(3), torch.zeros(3), None, None))
+    handles.append(transfer.bring(torch.ones(3), torch.zeros(3), (), None))
 """
 
 

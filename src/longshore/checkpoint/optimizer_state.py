@@ -115,7 +115,7 @@ class OptimizerState:
         belong; None if there are none."""
         if not any(record.matrices for record in self.records.values()):
             return None
-        return self._store.local.transfer.device.type
+        return self._store.local.streams.device.type
 
     def held(self) -> dict[str, dict[str, Any]]:
         """Return what has to be the same on all ranks that have a parameter, by name. States are checksums."""

@@ -31,7 +31,7 @@ from longshore.kernels import Buffer, TileSegment, element_bytes
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import Recorder
 from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Meter(Recorder):
             num_bytes = round(2 * element_bytes(buffer) * sum(row.gradient.numel() for row in rows))
             self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
-    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: Copy, begin_ns: int) -> None:
         self._add({name: handle.num_bytes})
 
     def _add(self, counts: Mapping[str, int]) -> None:

@@ -46,7 +46,7 @@ from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
 from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
-from longshore.transfer import RestingTransfer
+from longshore.transfer import DeviceStreams
 from longshore.units import WrapPolicy
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _store_factory(
         predivide=float(averaged) if config.prescale_gradients else config.gradient_predivide_factor,
     )
     if rest_device(config, ranks) != ranks.device and offload.transfer is None:
-        offload = replace(offload, transfer=RestingTransfer(ranks.device))
+        offload = replace(offload, transfer=DeviceStreams.to_host(ranks.device, publishes=False))
     return ShardedOffload(offload, ranks.group, reduction, config.allgather_bucket_numel, sharded, ranks.device)
 
 

@@ -77,7 +77,7 @@ class Adoption:
         self._identities.update((index, records[index].published) for index in steps)
 
     def _uses_checksums(self, store: ParameterStore) -> bool:
-        return self._detects and store.local.transfer.publishes
+        return self._detects and store.local.streams.publishes
 
     def _written(self, records: Sequence[ParameterRecord], steps: Mapping[int, ParameterStep]) -> list[ParameterRecord]:
         """Return the records whose values are not known to be those that were published. One pass reads all of them,

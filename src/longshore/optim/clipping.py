@@ -118,7 +118,7 @@ def gradient_norm(
     on_device = {
         parameter: gradient
         for parameter, gradient in gradients.items()
-        if gradient is not None and gradient.device.type != "cpu" and store.local.transfer.staged
+        if gradient is not None and gradient.device.type != "cpu" and store.local.streams.staged
     }
     blocks = _block_sums_on_device(on_device, scale)
     others = {parameter: gradient for parameter, gradient in gradients.items() if parameter not in on_device}

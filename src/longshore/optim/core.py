@@ -190,7 +190,7 @@ class OptimizerCore:
         fresh.store.foresee(_OptimizerForecast(self))
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.recorders)
-            if fresh.store.local.transfer is self._source.store.local.transfer:
+            if fresh.store.local.streams is self._source.store.local.streams:
                 self._source.remove_hooks()  # both use the transfer that the user gave
             else:
                 self.close()

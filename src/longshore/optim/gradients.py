@@ -57,7 +57,7 @@ class GradientSource(ABC):
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``, and return it flat, in the parameter's logical order."""
-        record.check_gradient(gradient, same_dtype=self.store.local.transfer.staged)
+        record.check_gradient(gradient, same_dtype=self.store.local.streams.staged)
         found = flat(gradient if type(gradient) is Tensor else gradient_part(record.leaf(), gradient))
         # After p.grad = p.data, kernels would read the gradient where they write the parameter.
         return found.clone() if found.data_ptr() == record.held.data_ptr() else found

@@ -28,7 +28,7 @@ from longshore.layout import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
-from longshore.transfer import DirectTransfer, ResidentTransfer, SimulatedTransfer, Transfer, transfer_for
+from longshore.transfer import CopyStreams, DeviceStreams, streams_for
 
 
 class StoreFactory(ABC):
@@ -121,7 +121,7 @@ class Offload(StoreFactory):
     tile_numel: int | None = None
     threads: int | None = None
     cpu_set: Sequence[int] | None = None
-    transfer: Transfer | None = None
+    transfer: CopyStreams | None = None
     device: str = "cpu"
     speculation_memory: SpeculationMemory = 0
     ratio: float = 1.0
@@ -170,7 +170,7 @@ class Offload(StoreFactory):
                 f"ratio says how much of the state is on the host, and device='none' leaves none there: leave ratio "
                 f"{ratio:g} out, or use device='cpu'"
             )
-        if self.device == "none" and not isinstance(self.transfer, (DirectTransfer, SimulatedTransfer, type(None))):
+        if self.device == "none" and isinstance(self.transfer, DeviceStreams):
             raise ValueError(
                 f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
                 "leave transfer out, or use device='cpu'"
@@ -204,11 +204,11 @@ class Offload(StoreFactory):
             return FLOAT32_STATES
         return Coding(format, stream_of(self.states_seed, unwrapped(name)))
 
-    def transfer_to(self, device: torch.device) -> Transfer:
-        """Return the transfer between the state and parameters on ``device``."""
+    def streams_to(self, device: torch.device) -> CopyStreams:
+        """Return the copy streams between the state and parameters on ``device``."""
         if self.device == "none":
-            return ResidentTransfer(device) if is_accelerator(device) else DirectTransfer()
-        return self.transfer or transfer_for(device)
+            return DeviceStreams(device) if is_accelerator(device) else CopyStreams()
+        return self.transfer or streams_for(device)
 
     def kernels_for(self, device: torch.device) -> Kernels:
         """Make the kernels that step parameters on ``device``; they run where the state is.
@@ -248,7 +248,7 @@ class Offload(StoreFactory):
                 "release_gradients=True they are .grad until step(): add it, or leave speculation_memory out"
             )
         on_device = None
-        if self.ratio != 1.0 and self.transfer_to(device).staged:
+        if self.ratio != 1.0 and self.streams_to(device).staged:
             rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
             on_device = rest._backend(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
@@ -256,8 +256,8 @@ class Offload(StoreFactory):
         return TileStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio, found)
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
-        transfer, kernels = self.transfer_to(device), self.kernels_for(device)
-        tile_numel = self.tile_numel or default_tile_numel(transfer.staged, kernels.threads)
+        streams, kernels = self.streams_to(device), self.kernels_for(device)
+        tile_numel = self.tile_numel or default_tile_numel(streams.staged, kernels.threads)
         return BackendSettings(
-            transfer, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
+            streams, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
         )

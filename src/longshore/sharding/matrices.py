@@ -17,7 +17,7 @@ from longshore.sharding.data_plane import Outgoing
 from longshore.sharding.ownership import Ownership
 from longshore.tiles import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.events import Recorder, commit_moves
-from longshore.transfer import Transfer
+from longshore.transfer import CopyStreams
 
 _BATCH_NUMEL = 1 << 24
 """Elements of the matrices that travel together, unless these are too few for a large one on each rank."""
@@ -57,17 +57,17 @@ class RankExchange(MatrixExchange):
     Args:
         ownership: knows who has what.
         matrices: all that are stepped on any rank, in the order of all ranks.
-        transfer: of this rank's store.
+        streams: of this rank's store.
         recorder: receives the transformations on this rank.
     """
 
     def __init__(
-        self, ownership: Ownership, matrices: Sequence[Matrix], transfer: Transfer, recorder: Recorder
+        self, ownership: Ownership, matrices: Sequence[Matrix], streams: CopyStreams, recorder: Recorder
     ) -> None:
         self._ownership = ownership
         self._collectives = ownership.collectives
-        self._transfer = transfer
-        self._local = LocalExchange(transfer, recorder)
+        self._streams = streams
+        self._local = LocalExchange(streams, recorder)
         shared = [each for each in matrices if not self._is_whole(each)]
         self._shared = [self._batch(each) for each in batched(shared, self._collectives.world_size)]
         self._ends = False
@@ -155,10 +155,10 @@ class RankExchange(MatrixExchange):
     # -- meetings -------------------------------------------------------------
 
     def _meet(self, shared: _Shared, job: Callable[[Outgoing, Tensor], dict[int, Tensor]]) -> dict[int, Tensor]:
-        ready = self._transfer.marks(())
+        ready = self._streams.marks(())
 
         def run() -> dict[int, Tensor]:
-            with self._transfer.aside(ready):
+            with self._streams.aside(ready):
                 outgoing, rows = self._outgoing(shared)
                 return job(outgoing, rows)
 

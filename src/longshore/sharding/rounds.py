@@ -173,9 +173,9 @@ class LocalGradients:
         """Streams of the device on which gradients arrived."""
 
     def marks(self) -> Any:
-        """Return how far each stream is that had gradients in this window; see :meth:`Transfer.marks`."""
+        """Return how far each stream is that had gradients in this window; see :meth:`CopyStreams.marks`."""
         with self._lock:
-            return self._local.transfer.marks(self._streams)
+            return self._local.streams.marks(self._streams)
 
     # -- backwards, from the caller's thread ----------------------------------
 
@@ -295,9 +295,9 @@ class LocalGradients:
         if sums:  # a dtype that can represent both, so that no bit depends on which rank has a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
-        transfer, predivide = self._local.transfer, self._settings.predivide
-        with transfer.aside(ready):
-            reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide, transfer.read_aside)
+        streams, predivide = self._local.streams, self._settings.predivide
+        with streams.aside(ready):
+            reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide, streams.read_aside)
             for owned, values in self._ownership.spread(bucket, reduced):
                 self._local.arrive(owned.index, values)
 
@@ -307,7 +307,7 @@ class LocalGradients:
         """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
-            self._streams.add(self._local.transfer.stream())
+            self._streams.add(self._local.streams.stream())
             bucket = self._ownership.bucket_of.get(parameter)
             if bucket is None:
                 return  # the parameter has no elements

@@ -47,7 +47,7 @@ class ShardedStore(ParameterStore):
         self.broken: Breakage | None = None
         self.recorders: tuple[Recorder, ...] = ()
         self.ownership = ownership
-        self.transfer, self.collectives = local.transfer, ownership.collectives
+        self.streams, self.collectives = local.streams, ownership.collectives
         self._settings = settings
         self.window = ownership.window
         self._gradients = LocalGradients(local, ownership, settings)
@@ -269,13 +269,13 @@ class ShardedStore(ParameterStore):
             if exchange is not None:
                 with contextlib.suppress(LongshoreError):  # the first error is the one to raise
                     exchange.abandon()
-        ready = self.transfer.marks(())
+        ready = self.streams.marks(())
 
         def publish() -> None:
             said = Statement(failed=failure is not None)
             agreed = agreement_of(self.collectives.rows(torch.tensor(said.numbers())), said)
             agreed.check(self.collectives.rank, failure, BrokenStateError)
-            with self.transfer.aside(ready):
+            with self.streams.aside(ready):
                 for bucket in self.ownership.buckets:
                     if active := bucket.parameters & steps.keys():
                         self.ownership.publish(bucket, {parameter: steps[parameter].target for parameter in active})
@@ -301,9 +301,9 @@ class ShardedStore(ParameterStore):
         ]
         if not matrices:
             return None
-        exchange = RankExchange(self.ownership, matrices, self.transfer, self.local.recorder)
+        exchange = RankExchange(self.ownership, matrices, self.streams, self.local.recorder)
         try:
-            reserve(self.transfer.device, matrices)
+            reserve(self.streams.device, matrices)
         except BaseException:
             self._refuse()
             raise

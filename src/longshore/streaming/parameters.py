@@ -20,7 +20,7 @@ from longshore.accelerator import mark_on
 from longshore.errors import ParameterError
 from longshore.tiles import Ranges, Recorder
 from longshore.tiles.events import COPY_TO_HOST, FETCH, NO_RECORDER, Recorders, annotating
-from longshore.transfer import CopyHandle, DeviceCopyStream, DeviceFetch, DeviceFetchStream, PinnedPool
+from longshore.transfer import Copy, DeviceCopyStream, Fetch, PinnedPool
 
 _FIRST = (1 << 63) - 1
 """Sequence number of functions that backward runs as soon as it can."""
@@ -42,7 +42,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, in_flight_bytes: int) -> None:
         self.device = device
-        self.to_device = DeviceFetchStream(device)
+        self.to_device = DeviceCopyStream(device)
         self.to_host = DeviceCopyStream(device, in_flight_bytes)
         self.fetched_bytes = self.returned_bytes = 0
         self._memory = PinnedPool()
@@ -50,7 +50,7 @@ class Lanes:
         self._recorder: Recorder = NO_RECORDER
         if annotating():
             self.set_recorders([Ranges()])
-        self._landing: dict[int, CopyHandle] = {}
+        self._landing: dict[int, Copy] = {}
         """Copies of gradients that may be under way, by the address that they go to."""
 
     def set_recorders(self, recorders: Sequence[Recorder]) -> None:
@@ -59,18 +59,18 @@ class Lanes:
         self._recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
         self.to_device.times_copies = self.to_host.times_copies = any(each.times_copies for each in self.recorders)
 
-    def fetch(self, values: Tensor) -> DeviceFetch:
+    def fetch(self, values: Tensor) -> Fetch:
         """Begin to copy values in pinned memory to new memory on the device."""
         self.fetched_bytes += values.nbytes
         recorder = self._recorder
         begin_ns = recorder.begin(FETCH, None)
         with torch.inference_mode(False), torch.no_grad():
             target = torch.empty_like(values, device=self.device)
-            fetch = self.to_device.begin(values, target, target)
+            fetch = self.to_device.fetch(values, target, target)
         recorder.copying(FETCH, None, fetch, begin_ns)
         return fetch
 
-    def reach(self, fetch: DeviceFetch) -> Tensor:
+    def reach(self, fetch: Fetch) -> Tensor:
         """Return what is fetched; later work of the current stream waits for the copy."""
         if not self.to_device.times_copies:
             return fetch.reach()
@@ -85,7 +85,7 @@ class Lanes:
         host = self._memory.empty_like(gradient)
         recorder = self._recorder
         begin_ns = recorder.begin(COPY_TO_HOST, None)
-        copy = self.to_host.enqueue(gradient, host, [self.to_host.mark_current()], None)
+        copy = self.to_host.copy(gradient, host, self.to_host.mark())
         recorder.copying(COPY_TO_HOST, None, copy, begin_ns)
         self._landing[host.data_ptr()] = copy
         return host
@@ -177,7 +177,7 @@ class StreamedParameter:
             # A dense parameter keeps its strides: other ones would choose other kernels.
             strides = torch.empty_like(rest, device="meta").stride()
             rest.data = memory.view(rest.dtype).as_strided(rest.shape, strides).copy_(rest.data)
-        self._fetch: DeviceFetch | None = None
+        self._fetch: Fetch | None = None
         self._fetched = self._now()
         self._placed = 0
         self._make_twin()

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from longshore.accelerator import Mark
 from longshore.kernels import Kernels
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots, padded_bytes
 from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
-from longshore.transfer import Bundle, CopyHandle, Transfer
+from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
 
 LANDING_SLOTS = 2
@@ -37,7 +37,7 @@ class _Addition:
     entry: Entry
     window: int
     withdrawn: bool = False
-    copied: CopyHandle | None = None
+    copied: Copy | None = None
     slot: Slot | None = None
     free: deque[Slot] = field(default_factory=deque)
     """Where its slot came from."""
@@ -51,14 +51,14 @@ class Arrivals:
     """Gradients on their way in: the first of each segment is copied, each later one is added in float32.
 
     Args:
-        transfer: copies them.
+        streams: copies them.
         kernels: add them.
         accumulators: pool for the sums.
         worker: runs the additions.
     """
 
-    def __init__(self, transfer: Transfer, kernels: Kernels, accumulators: BufferPool, worker: JobRunner) -> None:
-        self._transfer = transfer
+    def __init__(self, streams: CopyStreams, kernels: Kernels, accumulators: BufferPool, worker: JobRunner) -> None:
+        self._streams = streams
         self._kernels = kernels
         self._accumulators = accumulators
         self._worker = worker
@@ -69,7 +69,7 @@ class Arrivals:
         """Later gradients that wait for a slot, in their order, which is that of the worker."""
         # The thread that brings gradients lands them, and so does the worker.
         self._lock = threading.Lock()
-        self._waiting = Waiting(transfer.most_together)
+        self._waiting = Waiting(streams.most_together)
 
     @property
     def slot_bytes(self) -> int:
@@ -79,11 +79,11 @@ class Arrivals:
         """Make sure that later gradients of tiles of ``num_bytes`` have slots."""
         slot_bytes = padded_bytes(num_bytes)
         if slot_bytes > self._landing_bytes:
-            slots, _ = cut_slots(self._transfer, [slot_bytes] * LANDING_SLOTS)
+            slots, _ = cut_slots(self._streams, [slot_bytes] * LANDING_SLOTS)
             with self._lock:
                 self._landing, self._landing_bytes = deque(slots), slot_bytes
 
-    def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
+    def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Take one more gradient of a segment into the window.
 
         This returns at once: the copy runs on its stream, the addition on the worker. One thread may call at a time.
@@ -107,17 +107,17 @@ class Arrivals:
             tile.parcel.add(entry)
         return tile.parcel
 
-    def _copy(self, tile: Tile, entry: Entry, slot: Slot | None) -> CopyHandle:
+    def _copy(self, tile: Tile, entry: Entry, slot: Slot | None) -> Copy:
         into = after = None
         if slot is not None:
             into, after = slot.view(tile.gradient_dtype, entry.segment), slot.last_publish
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
-        handle = self._transfer.copy_to_host(entry.gradient, into, entry.ready, after)
+        handle = self._streams.bring(entry.gradient, into, entry.ready, after)
         recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle
 
-    def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[CopyHandle]:
+    def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[Copy]:
         """Copy gradients of neighbors: together, if the device has memory to gather them."""
         slot = tile.slot
         assert slot is not None
@@ -125,15 +125,15 @@ class Arrivals:
             return [self._copy(tile, run[0], slot)]
         into, offsets = slot.view_of_run(tile.gradient_dtype, [entry.segment for entry in run])
         bundle = Bundle([(entry.gradient, offset) for entry, offset in zip(run, offsets, strict=True)])
-        ready = [entry.ready for entry in run if entry.ready is not None]
+        ready = [mark for entry in run for mark in entry.ready]
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         try:
-            handles = [self._transfer.copy_together(bundle, into, ready, slot.last_publish)]
+            handles = [self._streams.bring(bundle, into, ready, slot.last_publish)]
         except torch.OutOfMemoryError:
             handles = [self._copy(tile, entry, slot) for entry in run[:-1]]
             into = slot.view(tile.gradient_dtype, run[-1].segment)
-            handles.append(self._transfer.copy_to_host(run[-1].gradient, into, run[-1].ready, slot.last_publish))
+            handles.append(self._streams.bring(run[-1].gradient, into, run[-1].ready, slot.last_publish))
         recorder.copying(COPY_TO_HOST, tile.layout.index, handles[-1], begin_ns)
         return handles
 

@@ -1,4 +1,4 @@
-"""A backend: one memory, the tiles in it, the kernels that step them, and the transfer that copies to and from it.
+"""A backend: one memory, the tiles in it, the kernels that step them, and the streams that copy to and from it.
 
 Gradients are copied to a backend during backward (:meth:`Backend.bring`) or in the step; :meth:`Backend.run` steps
 tiles and publishes them, several at a time.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longshore.accelerator import Mark
 from longshore.kernels import (
     NORM_BLOCK_NUMEL,
     Buffer,
@@ -40,7 +41,7 @@ from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.transfer import CopyHandle, Transfer, wait_for_all
+from longshore.transfer import Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
 Active = list[tuple[Segment, ParameterStep]]
@@ -50,7 +51,7 @@ Active = list[tuple[Segment, ParameterStep]]
 class BackendSettings(NamedTuple):
     """The settings of one backend."""
 
-    transfer: Transfer
+    streams: CopyStreams
     kernels: Kernels
     tile_numel: int
     hold_gradients: bool
@@ -110,11 +111,11 @@ class Backend:
     speculates: ClassVar[type[Speculator]] = Speculator
 
     def __init__(self, settings: BackendSettings, arrays: tuple[str, ...], pending_reads: PendingReads) -> None:
-        transfer, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
-        assert not transfer.staged or kernels.device.type == "cpu"
-        self.transfer = transfer
+        streams, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
+        assert not streams.staged or kernels.device.type == "cpu"
+        self.streams = streams
         self.kernels = kernels
-        self._outputs = Outputs.COMPARED if detect_writes and not transfer.publishes else Outputs.WRITTEN
+        self._outputs = Outputs.COMPARED if detect_writes and not streams.publishes else Outputs.WRITTEN
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
@@ -123,21 +124,21 @@ class Backend:
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
         """For each parameter, its tiles in this backend, and its segments in them."""
         self._slot_bytes = 0
-        self._ring = SlotRing(transfer)
+        self._ring = SlotRing(streams)
         """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
         memory = allocator_on(kernels.device)
         self.buffers = BufferPool(len(arrays), memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = BufferPool(1, memory)
-        self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), transfer.begin_job)
+        self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), streams.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
-        self.arrivals = Arrivals(transfer, kernels, self.accumulators, self.worker)
+        self.arrivals = Arrivals(streams, kernels, self.accumulators, self.worker)
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
-        self._own_masters = isinstance(kernels, HostKernels) and not transfer.publishes and not ahead
+        self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
         spares = BufferPool(len(arrays), memory, pending_reads)
-        self.speculator = self.speculates(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
+        self.speculator = self.speculates(ahead, spares, streams, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
 
     def outputs_of(self, dtype: torch.dtype, masters: bool) -> Outputs:
@@ -151,15 +152,15 @@ class Backend:
             self.tiles.append(tile)
             for parameter, segment in tile.segments.items():
                 self.parts[parameter].append((tile, segment))
-        if not added or not self.transfer.staged:
+        if not added or not self.streams.staged:
             return
-        publishes = self.transfer.publishes
+        publishes = self.streams.publishes
         passing = [
             tile.output_bytes for tile in added if not self._hold_gradients or (publishes and not tile.outputs_fit)
         ]
         if self._hold_gradients:
             sizes = [tile.layout.buffer_numel * tile.gradient_dtype.itemsize for tile in added]
-            slots, slot_bytes = cut_slots(self.transfer, sizes)
+            slots, slot_bytes = cut_slots(self.streams, sizes)
             self._slot_bytes += slot_bytes
             for tile, slot in zip(added, slots, strict=True):
                 tile.slot = slot
@@ -204,7 +205,7 @@ class Backend:
     def set_recorders(self, recorders: Sequence[Recorder]) -> Recorder:
         """Report to these recorders from now on, and return them as one."""
         recorder = Recorders(recorders) if recorders else NO_RECORDER
-        self.transfer.time_copies(any(each.times_copies for each in recorders))
+        self.streams.time_copies(any(each.times_copies for each in recorders))
         self.worker.working = lambda: recorder.working("host")
         for tile in self.tiles:
             tile.recorder = recorder
@@ -213,7 +214,7 @@ class Backend:
     def state_bytes(self) -> dict[str, int]:
         """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
         arrived = 0
-        for tile in self.tiles if not self.transfer.staged else ():
+        for tile in self.tiles if not self.streams.staged else ():
             for segment in tile.segments.values():
                 gradient = segment.gradient  # read once, as the worker may replace it by the sum
                 if gradient is not None and not segment.summed:
@@ -228,7 +229,7 @@ class Backend:
 
     # -- gradients ------------------------------------------------------------
 
-    def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
+    def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Take one more gradient of a segment into the window; see :meth:`Arrivals.bring`."""
         self.arrivals.bring(tile, segment, gradient, ready)
         self.speculator.drop(tile)
@@ -251,7 +252,7 @@ class Backend:
         """Return, by parameter, sums of squares of its blocks here; see :meth:`ParameterStore.sum_of_squares`."""
         known = self.speculator.known_squares(scale)
         measured: dict[int, list[Tensor]] = {}
-        copies: list[CopyHandle] = []
+        copies: list[Copy] = []
         for parameter, gradient in gradients.items():
             segments = [segment for _, segment in self.parts[parameter]]
             if parameter in known or not segments:
@@ -262,7 +263,7 @@ class Backend:
             else:
                 first, last = segments[0].layout, segments[-1].layout
                 part = gradient[first.parameter_offset : last.parameter_offset + last.numel]
-                measured[parameter] = [self.transfer.read(part)]
+                measured[parameter] = [self.streams.read(part)]
         wait_for_all(copies)
         sums = self.kernels.block_sums(list(measured.values()), scale)
         return {**known, **dict(zip(measured, sums, strict=True))}
@@ -277,15 +278,15 @@ class Backend:
         """
         if self.snapshots.active:
             self.snapshots.collect()
-        ready = self.transfer.mark()
-        self.transfer.begin_publish()
+        ready = self.streams.mark()
+        self.streams.begin_publish()
         remaining = [entry for entry in work if not self._take_stepped(*entry, scale, stepped)]
         for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
             tile, active = remaining[place]
             if move is Move.FINISH:
                 self._finish(tile, active, scale, stepped)
                 continue
-            if self.transfer.staged and not self._hold_gradients:
+            if self.streams.staged and not self._hold_gradients:
                 tile.slot = self._ring.next()
             active.sort(key=lambda pair: pair[0].layout.buffer_offset)
             for segment, step in active:
@@ -294,7 +295,7 @@ class Backend:
                     self.bring(tile, segment, segment.part_of(step.gradient), ready)
             if tile.parcel is not None:
                 tile.parcel.begin()
-        self.transfer.end_publish()
+        self.streams.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
         compared = tile.outputs is Outputs.COMPARED and tile.state is TileState.STEPPED
@@ -320,18 +321,18 @@ class Backend:
     def _publish(self, tile: Tile, slot: Slot | None, active: Active, outputs: Sequence[Tensor]) -> None:
         pairs = zip(active, outputs, strict=True)
         new = [NewValues(segment, output, segment.part_of(step.target)) for (segment, step), output in pairs]
-        publish(self.transfer, tile, slot, new)
+        publish(self.streams, tile, slot, new)
 
     def _finish(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> None:
         segment_steps = []
-        if self.transfer.publishes and not tile.outputs_fit:
+        if self.streams.publishes and not tile.outputs_fit:
             tile.output_slot = self._ring.next()
             if tile.output_slot.last_publish is not None:
                 tile.output_slot.last_publish.wait()  # the kernel writes at once, on no stream
         slot = tile.output_slot or tile.slot
         for segment, step in active:
             staged = None if slot is None else slot.view(tile.dtype, segment.layout)
-            output = self.transfer.output_for(segment.part_of(step.target), staged)
+            output = self.streams.output_for(segment.part_of(step.target), staged)
             segment_steps.append(SegmentStep(segment, step.rule, output))
         if self.snapshots.active:
             with self.snapshots.buffer_for(tile) as into:
@@ -359,7 +360,7 @@ class Backend:
 
     def close(self) -> None:
         self.worker.close()
-        self.transfer.close()
+        self.streams.close()
 
 
 def commit_tile(

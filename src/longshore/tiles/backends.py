@@ -46,7 +46,7 @@ class Backends:
         self._gradient_dtype = gradient_dtype
         self._ratio = ratio
         self._values_of = values_of
-        self.transfer = settings.transfer
+        self.streams = settings.streams
         self.kernels = settings.kernels
         # Grow with parameters.
         self.tiles: list[Tile] = []
@@ -138,7 +138,7 @@ class Backends:
 
     def _add(self, backend: Backend, ranges: Iterable[Sequence[Range]]) -> None:
         """Lay out ranges in new tiles; those that are not in one sequence are never in one tile."""
-        ours = backend.transfer is self.transfer
+        ours = backend.streams is self.streams
         outputs_of = lambda dtype: backend.outputs_of(dtype, ours and self._values_of is not None)  # noqa: E731
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longshore.kernels import Kernels, Scale
 from longshore.tiles.tile import Segment, Tile
-from longshore.transfer import CopyHandle, wait_for_all
+from longshore.transfer import Copy, wait_for_all
 
 
 class Due(NamedTuple):
@@ -18,7 +18,7 @@ class Due(NamedTuple):
     parameter: int
     versions: list[int]
     gradients: list[Tensor]
-    copies: list[CopyHandle]
+    copies: list[Copy]
 
 
 class _Sums(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 
 from longshore.accelerator import Mark
 from longshore.kernels import Buffer, TileSegment
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 ARRIVE = "arrive"
 """The first gradient of a segment in its window."""
@@ -52,7 +52,7 @@ class Recorder(ABC):
     """Receiver of the events of one store. A caller uses one recorder from the beginning of an event to its end.
 
     Attributes:
-        times_copies: whether it reads when copies of a device began and ended; see ``CopyHandle.timed``.
+        times_copies: whether it reads when copies of a device began and ended; see ``Copy.timed``.
     """
 
     times_copies = False
@@ -78,7 +78,7 @@ class Recorder(ABC):
         return nullcontext()
 
     @abstractmethod
-    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: Copy, begin_ns: int) -> None:
         """Report a copy that was requested at ``begin_ns`` and may still run."""
 
     def waited(self, begun: Mark, ended: Mark) -> None:
@@ -116,7 +116,7 @@ class Recorders(Recorder):
                 stack.enter_context(each.working(track))
             yield
 
-    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: Copy, begin_ns: int) -> None:
         for each in self.recorders:
             each.copying(name, tile, handle, begin_ns)
 
@@ -171,7 +171,7 @@ class Ranges(Recorder):
     def passed(self, name: str, tile: int, buffer: Buffer, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
-    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: Copy, begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
     @contextmanager

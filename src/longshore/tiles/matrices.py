@@ -102,7 +102,7 @@ class MatrixBackend(Backend):
         super().__init__(settings, (MASTER, state), pending_reads)
         self.ranges: dict[int, MatrixRange] = {}
         """By index in the store."""
-        self.own_exchange = LocalExchange(settings.transfer)
+        self.own_exchange = LocalExchange(settings.streams)
         self.exchange: MatrixExchange = self.own_exchange
         """Brings whole matrices together; of one commit, if ranks share them."""
         self._staging: list[Tensor] = []
@@ -125,7 +125,7 @@ class MatrixBackend(Backend):
         here = [[found[each.parameter] for each in batch if each.parameter in found] for batch in batches]
         self._reserve(max((sum(each.numel for each in works) for works in here), default=0))
         self.exchange.reserve(batches)
-        self.transfer.begin_publish()
+        self.streams.begin_publish()
         under_way: dict[int, Any] = {}
         for move, place in commit_moves(len(batches), MATRICES_UNDER_WAY):
             if move is Move.FILL:
@@ -136,7 +136,7 @@ class MatrixBackend(Backend):
                 updates = self.exchange.finish(under_way.pop(place))
                 for each in here[place]:
                     self._last_passes(each, updates[each.matrix.parameter], stepped)
-        self.transfer.end_publish()
+        self.streams.end_publish()
 
     # -- the parts of a step --------------------------------------------------
 
@@ -158,7 +158,7 @@ class MatrixBackend(Backend):
         """Make sure that there is memory for the pieces of as many batches as are under way."""
         if not self._staging or self._staging[0].numel() < numel:
             self._staging = []
-            memory = [self.transfer.allocate(2 * numel) for _ in range(MATRICES_UNDER_WAY)]
+            memory = [self.streams.allocate(2 * numel) for _ in range(MATRICES_UNDER_WAY)]
             self._staging = [each[: 2 * numel].view(torch.bfloat16) for each in memory]
 
     def _first_passes(self, works: Sequence[_Work], memory: Tensor, scale: Scale) -> Mapping[int, Tensor]:
@@ -179,13 +179,13 @@ class MatrixBackend(Backend):
                 elif part.ahead is not None:
                     pieces[work.matrix.parameter][part.in_piece] = part.ahead
         todo = [(work.matrix, part) for work in works for part in work.parts if part.ahead is None]
-        ready = self.transfer.mark()
+        ready = self.streams.mark()
         for move, place in commit_moves(len(todo), PIPELINE_DEPTH):
             matrix, part = todo[place]
             if move is Move.FINISH:
                 self._first_pass(part, matrix.rule.first, pieces[matrix.parameter][part.in_piece], scale)
                 continue
-            if self.transfer.staged and not self._hold_gradients:
+            if self.streams.staged and not self._hold_gradients:
                 part.tile.slot = self._ring.next()
             if part.gradient is not None:
                 self.bring(part.tile, part.segment, part.gradient, ready)
@@ -211,7 +211,7 @@ class MatrixBackend(Backend):
             tile, segment = part.tile, part.segment
             slot = self._output_slot(tile)
             staged = None if slot is None else slot.view(tile.dtype, segment.layout)
-            output, gradient = self.transfer.output_for(part.target, staged), update[part.in_piece]
+            output, gradient = self.streams.output_for(part.target, staged), update[part.in_piece]
             offset = self.ranges[segment.layout.parameter].offset + segment.layout.parameter_offset
             rows = []
             for begin, end, block in layout.parts(offset, segment.layout.numel):
@@ -227,7 +227,7 @@ class MatrixBackend(Backend):
                 self.speculator.keep(tile)  # before the pass, which may fail half way
                 self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, tile.outputs)
             stepped.append(tile)
-            publish(self.transfer, tile, slot, [NewValues(segment, output, part.target)])
+            publish(self.streams, tile, slot, [NewValues(segment, output, part.target)])
 
     def _pass(
         self,
@@ -252,7 +252,7 @@ class MatrixBackend(Backend):
 
     def _output_slot(self, tile: Tile) -> Slot | None:
         """Return the slot for a tile's new parameters, once nothing reads it any more."""
-        if not self.transfer.publishes:
+        if not self.streams.publishes:
             return tile.slot
         slot = tile.slot if self._hold_gradients and tile.outputs_fit else self._ring.next()
         if slot is not None and slot.last_publish is not None:

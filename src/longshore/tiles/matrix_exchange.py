@@ -13,7 +13,7 @@ from longshore.accelerator import wait_for
 from longshore.kernels import MatrixRule
 from longshore.layout import MatrixLayout
 from longshore.tiles.events import NO_RECORDER, TRANSFORM, Recorder
-from longshore.transfer import Transfer
+from longshore.transfer import CopyStreams
 
 MATRICES_UNDER_WAY = 2
 """Batches under way at once: one in its passes on the host, and one that is transformed."""
@@ -82,10 +82,10 @@ class LocalExchange(MatrixExchange):
     to and from it are enqueued, and the passes over other matrices go on.
     """
 
-    def __init__(self, transfer: Transfer, recorder: Recorder = NO_RECORDER) -> None:
+    def __init__(self, streams: CopyStreams, recorder: Recorder = NO_RECORDER) -> None:
         self.recorder = recorder
-        self._transfer = transfer
-        self._device = transfer.device
+        self._streams = streams
+        self._device = streams.device
 
     def batches(self, matrices: Mapping[int, Matrix]) -> Sequence[Sequence[Matrix]]:
         return [[matrix] for matrix in matrices.values()]
@@ -104,12 +104,12 @@ class LocalExchange(MatrixExchange):
             result = matrix.transformed(piece.to(self._device, non_blocking=True), self.recorder)
             results[matrix.parameter] = piece.copy_(result, non_blocking=True)
             kept.append(result)
-        return results, self._transfer.mark() if kept else None, kept
+        return results, self._streams.mark() if kept else (), kept
 
     def finish(self, under_way: Any) -> Mapping[int, Tensor]:
         results, copied, _ = under_way
-        if copied is not None:
-            wait_for(copied)
+        for mark in copied:
+            wait_for(mark)
         return results
 
 

@@ -24,7 +24,7 @@ from longshore.kernels import (
     read_state,
 )
 from longshore.layout import SegmentLayout
-from longshore.transfer import CopyHandle, Transfer, allocate_private
+from longshore.transfer import Copy, CopyStreams, allocate_private
 
 _LARGEST_BLOCK_BYTES = 1 << 30
 
@@ -208,7 +208,7 @@ class Slot:
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self.last_publish: CopyHandle | None = None
+        self.last_publish: Copy | None = None
         """The copy that last read the slot; the next copy into the slot has to wait for it."""
 
     def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
@@ -226,7 +226,7 @@ def padded_bytes(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int]:
+def cut_slots(streams: CopyStreams, sizes: Sequence[int]) -> tuple[list[Slot], int]:
     """Make one slot for each size in bytes, at a multiple of 64 bytes; return the slots and the bytes allocated.
 
     Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made together with tiles. They
@@ -243,7 +243,7 @@ def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int
                 break
             packed.append((block_bytes, size))
             block_bytes += padded_bytes(size)
-        block = transfer.allocate(block_bytes)
+        block = streams.allocate(block_bytes)
         slots += [Slot(block[start : start + size]) for start, size in packed]
         remaining -= block_bytes
     return slots, allocated_bytes
@@ -252,9 +252,9 @@ def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int
 class SlotRing:
     """Slots of one size, used in turn; the caller of :meth:`next` waits for the slot's ``last_publish``."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, streams: CopyStreams) -> None:
         self.allocated_bytes = 0
-        self._transfer = transfer
+        self._streams = streams
         self._slot_bytes = 0
         self._slots: deque[Slot] = deque()
 
@@ -262,10 +262,10 @@ class SlotRing:
         """Make sure that there are at least ``count`` slots of at least ``slot_bytes`` each."""
         if slot_bytes > self._slot_bytes:
             # The old slots are freed before the new ones are made.
-            self._transfer.synchronize()
+            self._streams.synchronize()
             count = max(count, len(self._slots))
             self._slot_bytes, self._slots, self.allocated_bytes = slot_bytes, deque(), 0
-        slots, added_bytes = cut_slots(self._transfer, [self._slot_bytes] * (count - len(self._slots)))
+        slots, added_bytes = cut_slots(self._streams, [self._slot_bytes] * (count - len(self._slots)))
         self._slots.extend(slots)
         self.allocated_bytes += added_bytes
 

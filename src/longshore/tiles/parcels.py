@@ -6,22 +6,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from longshore.accelerator import Mark
 from longshore.layout import SMALL_NUMEL, SegmentLayout
-from longshore.transfer import CopyHandle, wait_for_all
+from longshore.transfer import Copy, wait_for_all
 
 
 class Entry(NamedTuple):
     """A gradient that has arrived: its segment, which is at this place of its tile, and the position from which on the
-    gradient is valid (see ``Transfer.mark``)."""
+    gradient is valid (see ``CopyStreams.mark``)."""
 
     place: int
     segment: SegmentLayout
     gradient: Tensor
-    ready: Any
+    ready: Sequence[Mark]
 
     @property
     def travels_with_others(self) -> bool:
@@ -56,7 +57,7 @@ class Waiting:
                 parcel.begin()
 
 
-class Parcel(CopyHandle):
+class Parcel(Copy):
     """Handle of the copies of small gradients, which begin when the parcel is full or when somebody waits for it.
 
     Args:
@@ -65,14 +66,14 @@ class Parcel(CopyHandle):
         start: starts the copies of entries that are neighbors in the tile's buffer.
     """
 
-    def __init__(self, size: int, waiting: Waiting, start: Callable[[Sequence[Entry]], list[CopyHandle]]) -> None:
+    def __init__(self, size: int, waiting: Waiting, start: Callable[[Sequence[Entry]], list[Copy]]) -> None:
         self._size = size
         self._waiting = waiting
         self._start = start
         # The thread that brings gradients adds, and the worker waits.
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
-        self._copies: list[CopyHandle] | None = None
+        self._copies: list[Copy] | None = None
         self._failure: Exception | None = None
         waiting.opened(self)
 
@@ -93,7 +94,7 @@ class Parcel(CopyHandle):
         self._waiting.limit()
         return True
 
-    def begin(self) -> list[CopyHandle]:
+    def begin(self) -> list[Copy]:
         """Start the copies, if they have not begun, and return them; raise the error of copies that could not start."""
         with self._lock:
             if self._copies is None:

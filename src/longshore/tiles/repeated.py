@@ -38,7 +38,7 @@ class RepeatedCommit:
     @staticmethod
     def possible(store: TileStore) -> bool:
         """Return whether a store steps all its tiles on the host, and copies nothing."""
-        return len(store.backends) == 1 and not store.transfer.staged and isinstance(store.kernels, HostKernels)
+        return len(store.backends) == 1 and not store.streams.staged and isinstance(store.kernels, HostKernels)
 
     @property
     def undisturbed(self) -> bool:

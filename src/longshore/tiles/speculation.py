@@ -23,7 +23,7 @@ from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.transfer import Transfer, wait_for_all
+from longshore.transfer import CopyStreams, wait_for_all
 from longshore.transfer.runner import JobRunner
 
 
@@ -114,7 +114,7 @@ class Speculator:
     Args:
         memory: limit of spare buffers, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
         spares: a pool for spare buffers alone.
-        transfer: allocates memory for outputs.
+        streams: allocates memory for outputs.
         kernels: run the passes, on ``runner``, after the jobs that were queued before.
         runner: the worker that adds later arrivals.
         parts_of: returns a parameter's tiles and segments.
@@ -134,7 +134,7 @@ class Speculator:
         self,
         memory: SpeculationMemory,
         spares: BufferPool,
-        transfer: Transfer,
+        streams: CopyStreams,
         kernels: Kernels,
         runner: JobRunner,
         parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]],
@@ -147,7 +147,7 @@ class Speculator:
         self._pool = spares
         self.spares = spares if memory else None
         """Pool of buffers to step into ahead of the verdict; None: there are none."""
-        self._transfer = transfer
+        self._streams = streams
         self._kernels = kernels
         self._runner = runner
         self._norms = EarlyNorms(kernels, parts_of)
@@ -355,7 +355,7 @@ class Speculator:
             if budget < 0:
                 break
             wanted.append(tile)
-        slots, output_bytes = cut_slots(self._transfer, [tile.output_bytes for tile in wanted])
+        slots, output_bytes = cut_slots(self._streams, [tile.output_bytes for tile in wanted])
         for tile, slot in zip(wanted, slots, strict=True):
             self._slots.setdefault((tile.buffer_kind, tile.output_bytes), []).append(slot)
         buffer_bytes = sum(self._pool.buffer_bytes(tile.buffer_kind) for tile in wanted)

@@ -80,7 +80,7 @@ class TileStore(Backends):
         with self._lock:
             for backend in self.backends:
                 parts = backend.parts[parameter]
-                ready = backend.transfer.mark() if parts else None
+                ready = backend.streams.mark() if parts else ()
                 for tile, segment in parts:
                     backend.bring(tile, segment, segment.part_of(gradient), ready)
                     backend.speculator.consider(tile)
@@ -221,7 +221,7 @@ class TileStore(Backends):
                 self.broken = Breakage.by(failure)
                 for backend in self.backends:  # copies have to end before the user loads new weights on the device
                     with contextlib.suppress(Exception):
-                        backend.transfer.end_publish()
+                        backend.streams.end_publish()
                 raise
             for parameter in brought:  # no state has changed, and these gradients are still in ``.grad``
                 self.discard(parameter)
@@ -299,7 +299,7 @@ class TileStore(Backends):
             self._reconcile(parameter, values, adopt=True)
             return
         for backend, segment, master in self._masters(parameter):
-            backend.kernels.accumulate(master, backend.transfer.read(segment.part_of(values)), add=False)
+            backend.kernels.accumulate(master, backend.streams.read(segment.part_of(values)), add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
@@ -307,7 +307,7 @@ class TileStore(Backends):
 
     def _reconcile(self, parameter: int, values: Tensor, adopt: bool) -> int:
         return sum(
-            backend.kernels.reconcile(master, backend.transfer.read(segment.part_of(values)), adopt=adopt)
+            backend.kernels.reconcile(master, backend.streams.read(segment.part_of(values)), adopt=adopt)
             for backend, segment, master in self._masters(parameter)
         )
 

@@ -26,7 +26,7 @@ from longshore.layout import SegmentLayout, TileLayout, plan_tiles
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel
-from longshore.transfer import CopyHandle
+from longshore.transfer import Copy
 
 
 class IllegalTransitionError(LongshoreError):
@@ -117,7 +117,7 @@ class Segment:
         """The only count of arrivals (law 1): the first gradient is copied, each later one is added in float32."""
         self.gradient: Tensor | None = None
         """The gradient that arrived, or the sum of several; complete once ``handle`` is done."""
-        self.handle: CopyHandle | None = None
+        self.handle: Copy | None = None
         self.summed = False
         """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
 

@@ -17,7 +17,7 @@ from longshore.seam import (
     TRANSFORM,
     WAIT,
     Buffer,
-    CopyHandle,
+    Copy,
     DeviceClock,
     FinishedCopy,
     Mark,
@@ -76,7 +76,7 @@ class EventRecorder(Recorder):
         self._began: dict[str, Mark] = {}
         """When the device was asked for what goes on: a norm, a transformation."""
         self._step_called: tuple[int, Mark | None] = (0, None)
-        self._copies: dict[str, queue.SimpleQueue[tuple[int | None, CopyHandle, int] | None]] = {
+        self._copies: dict[str, queue.SimpleQueue[tuple[int | None, Copy, int] | None]] = {
             name: queue.SimpleQueue() for name in (COPY_TO_HOST, PUBLISH)
         }
         self._watchers = [
@@ -149,7 +149,7 @@ class EventRecorder(Recorder):
         num_bytes = round(2 * element_bytes(buffer) * numel)
         self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
-    def copying(self, name: str, tile: int | None, handle: CopyHandle, begin_ns: int) -> None:
+    def copying(self, name: str, tile: int | None, handle: Copy, begin_ns: int) -> None:
         if handle.timed is not None:
             event = Event(name, tile, f"stream: {name}", begin_ns, begin_ns, handle.num_bytes)
             self._add(event, *handle.timed)

@@ -1,4 +1,4 @@
-"""Transfers for an accelerator: with streams, events and pinned memory, or without copies for state that stays on it.
+"""Copy streams of an accelerator: with events and pinned memory, or without copies for state that stays on it.
 
 They use what ``torch.accelerator`` has for every type of device.
 """
@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import DeviceClock, current_stream_is, make_current, new_stream, timed_event, wait_for
-from longshore.transfer.base import (
+from longshore.transfer.copy_stream import (
     Bundle,
-    CopyHandle,
+    Copy,
     CopyStream,
-    StagedTransfer,
-    Transfer,
-    UnstagedTransfer,
+    CopyStreams,
+    Fetch,
     bytes_between,
     copy_now,
-    put_in_place,
     whole_of,
 )
 from longshore.transfer.pinned import allocate_pinned
 
 
-class DeviceCopy(CopyHandle):
+class DeviceCopy(Copy):
     def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event) -> None:
         self.target = whole_of(source, target)
         self.num_bytes = bytes_between(source, target)
@@ -59,36 +57,7 @@ def _around(
     return ended, (begun, ended)
 
 
-class DeviceCopyStream(CopyStream):
-    """A stream of the device for copies in one direction."""
-
-    def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        super().__init__(limit_bytes)
-        self.stream = new_stream(device)
-        self.times_copies = False
-
-    def mark_current(self) -> torch.Event:
-        """Return the current position of the current stream, for :meth:`enqueue`."""
-        return torch.accelerator.current_stream(self.stream.device).record_event()
-
-    def _start(
-        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
-        with current_stream_is(self.stream), torch.no_grad():
-            # Only the device waits for these events; the host goes on at once.
-            for mark in ready:
-                self.stream.wait_event(mark)
-            if isinstance(after, DeviceCopy):
-                self.stream.wait_event(after.event)
-            event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
-        # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
-        # record_stream is needed.
-        copy = DeviceCopy(source, target, event)
-        copy.timed = timed
-        return copy
-
-
-class DeviceFetch(CopyHandle):
+class DeviceFetch(Fetch):
     """Handle of a copy to the device that somebody will :meth:`take`.
 
     It keeps both tensors until then. Afterwards everything that uses or frees the one on the device follows the copy.
@@ -129,7 +98,6 @@ class DeviceFetch(CopyHandle):
         wait_for(self.event)
 
     def reach(self) -> Tensor:
-        """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
         assert self._kept is not None
         _, _, whole = self._kept
         stream = torch.accelerator.current_stream(whole.device)
@@ -140,22 +108,50 @@ class DeviceFetch(CopyHandle):
         return whole
 
     def take(self) -> Tensor:
-        """As :meth:`reach`, for the last time: the handle does not keep the tensor any longer."""
         whole, self._kept = self.reach(), None
         return whole
 
 
-class DeviceFetchStream:
-    """A stream of the device for copies from pinned memory that somebody will take; nothing limits them."""
+class DeviceCopyStream(CopyStream):
+    """A stream of the device for copies in one direction.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the accelerator.
+        limit_bytes: as in :class:`CopyStream`. Copies to the device read memory that lives long, and need no limit.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int = 1 << 62) -> None:
+        super().__init__(limit_bytes)
         self.stream = new_stream(device)
         self.times_copies = False
 
-    def begin(self, source: Tensor, target: Tensor, whole: Tensor, after: CopyHandle | None = None) -> DeviceFetch:
-        """Copy ``source`` to ``target``, a part of ``whole``, once ``after`` is done. The current stream is the one on
-        which they were allocated."""
-        home = torch.accelerator.current_stream(self.stream.device)
+    def mark(self) -> Sequence[torch.Event]:
+        """Return the current position of the current stream, for :meth:`copy`."""
+        return [self._current().record_event()]
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.stream.device)
+
+    def _start(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[torch.Event], after: Copy | None
+    ) -> Copy:
+        with current_stream_is(self.stream), torch.no_grad():
+            # Only the device waits for these events; the host goes on at once.
+            for mark in ready:
+                self.stream.wait_event(mark)
+            if isinstance(after, DeviceCopy):
+                self.stream.wait_event(after.event)
+            event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
+        # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
+        # record_stream is needed.
+        copy = DeviceCopy(source, target, event)
+        copy.timed = timed
+        return copy
+
+    def fetch(self, source: Tensor, target: Tensor, whole: Tensor, after: Copy | None = None) -> DeviceFetch:
+        """Copy ``source``, in pinned memory, to ``target``, a part of ``whole``, once ``after`` is done; nothing limits
+        these copies. The current stream is the one on which both were allocated."""
+        home = self._current()
         # Work that is enqueued on the current stream may still use what was in this memory before.
         self.stream.wait_event(home.record_event())
         if isinstance(after, DeviceCopy | DeviceFetch):
@@ -166,32 +162,86 @@ class DeviceFetchStream:
         fetch.timed = timed
         return fetch
 
+    def after_current(self) -> None:
+        self.stream.wait_stream(self._current())
 
-class _BesideCurrent(Transfer):
-    """What a transfer has a stream for that is beside the current one of ``device``."""
+    def before_current(self) -> None:
+        self._current().wait_stream(self.stream)
 
-    def __init__(self, device: torch.device, *args: Any) -> None:
-        super().__init__(*args)
-        self.device = device
+
+class DeviceStreams(CopyStreams):
+    """Copy streams for parameters that compute on an accelerator: with events, pinned memory, and a stream for work
+    beside the current one. Without ``down`` and ``up`` state stays on the device; kernels run on the current stream.
+
+    Args:
+        device: where the parameters compute.
+        down: copies gradients to the host.
+        up: copies new parameters to the device. None, with ``down``: the parameters rest on the host, too.
+    """
+
+    def __init__(
+        self, device: torch.device, down: DeviceCopyStream | None = None, up: DeviceCopyStream | None = None
+    ) -> None:
+        super().__init__(device, down, up)
         self._beside = new_stream(device)
+
+    @classmethod
+    def to_host(cls, device: torch.device, in_flight_bytes: int = 1 << 28, publishes: bool = True) -> DeviceStreams:
+        """Return those for state in host memory.
+
+        Args:
+            device: where gradients come.
+            in_flight_bytes: how many bytes of gradients may be on their way to the host before the thread that brings
+                them waits.
+            publishes: whether the parameters are on the device; otherwise they rest on the host, and kernels write
+                them in place.
+        """
+        # Copies to the device read pinned slots that the store owns. They keep no device memory alive, so they need no
+        # limit, and the host never has to wait.
+        return cls(device, DeviceCopyStream(device, in_flight_bytes), DeviceCopyStream(device) if publishes else None)
+
+    def __reduce__(self) -> Any:
+        if self.down is None:
+            return DeviceStreams, (self.device,)
+        return DeviceStreams.to_host, (self.device, self.down.limit_bytes, self.publishes)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        if self.staged:
+            return allocate_pinned(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def begin_publish(self) -> None:
+        if self.staged and not self.publishes:
+            # Copies of the parameters to the device may still be under way, also of some that nothing has used.
+            wait_for(self.stream().record_event())
+            torch.accelerator.synchronize(self.device)
+        super().begin_publish()
+
+    def read(self, source: Tensor) -> Tensor:
+        return source.cpu() if self.staged else source
 
     def clock(self) -> DeviceClock:
         return DeviceClock(self.device)
 
+    def time_copies(self, timed: bool) -> None:
+        for stream in (self.down, self.up):
+            if isinstance(stream, DeviceCopyStream):
+                stream.times_copies = timed
+
     def begin_job(self) -> None:
         make_current(self.device)
 
-    def mark(self) -> Any:
-        return self.stream().record_event()
+    def mark(self) -> Sequence[torch.Event]:
+        return [self.stream().record_event()]
 
     def stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)
 
-    def marks(self, streams: Iterable[Any]) -> Any:
+    def marks(self, streams: Iterable[Any]) -> Sequence[torch.Event]:
         return [each.record_event() for each in {self.stream(), *streams}]
 
     @contextlib.contextmanager
-    def aside(self, ready: Any) -> Iterator[None]:
+    def aside(self, ready: Sequence[torch.Event]) -> Iterator[None]:
         with current_stream_is(self._beside):
             for each in ready:
                 self._beside.wait_event(each)
@@ -204,84 +254,3 @@ class _BesideCurrent(Transfer):
     def read_aside(self, source: Tensor) -> None:
         # The stream that it was allocated on may use the memory again, but only once it has been read.
         source.record_stream(self._beside)
-
-
-class DeviceTransfer(_BesideCurrent, StagedTransfer[DeviceCopyStream]):
-    """Transfer for the parameters of one accelerator, with one stream for each direction, events and pinned memory.
-
-    Args:
-        device: where the parameters are.
-        in_flight_bytes: how many bytes of gradients may be on their way to the host before the thread that enqueues
-            them waits.
-    """
-
-    def __init__(self, device: torch.device, in_flight_bytes: int = 1 << 28) -> None:
-        # Copies to the device read pinned slots that the store owns. They keep no device memory alive, so they need no
-        # limit, and the host never has to wait.
-        super().__init__(device, DeviceCopyStream(device, in_flight_bytes), DeviceCopyStream(device, 1 << 62))
-
-    def __reduce__(self) -> Any:
-        return DeviceTransfer, (self.device, self.to_host.limit_bytes)
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return allocate_pinned(num_bytes)
-
-    def time_copies(self, timed: bool) -> None:
-        self.to_host.times_copies = self.to_device.times_copies = timed
-
-    def begin_publish(self) -> None:
-        self.to_device.stream.wait_stream(self.stream())
-
-    def end_publish(self) -> None:
-        self.stream().wait_stream(self.to_device.stream)
-
-    def read(self, source: Tensor) -> Tensor:
-        return source.cpu()
-
-    def close(self) -> None:
-        self.synchronize()
-
-
-class RestingTransfer(DeviceTransfer):
-    """Transfer for parameters that rest on the host, and whose gradients come on an accelerator: kernels write the
-    parameters in place, and nothing is published.
-
-    Args:
-        device: where the gradients come.
-        in_flight_bytes: as in :class:`DeviceTransfer`.
-    """
-
-    @property
-    def publishes(self) -> bool:
-        return False
-
-    def __reduce__(self) -> Any:
-        return RestingTransfer, (self.device, self.to_host.limit_bytes)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        return parameter
-
-    def begin_publish(self) -> None:
-        # Copies of the parameters to the device may still be under way, also of some that nothing has used.
-        wait_for(self.mark())
-        torch.accelerator.synchronize(self.device)
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return put_in_place(output, parameter)
-
-    def end_publish(self) -> None:
-        return
-
-
-class ResidentTransfer(_BesideCurrent, UnstagedTransfer):
-    """Transfer for state that stays on the parameters' device: kernels run on the current stream.
-
-    Args:
-        device: where the parameters and their state are.
-    """
-
-    def __reduce__(self) -> Any:
-        return ResidentTransfer, (self.device,)
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

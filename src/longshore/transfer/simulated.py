@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import Bundle, CopyHandle, CopyStream, StagedTransfer, bytes_between, copy_now, whole_of
+from longshore.accelerator import Mark
+from longshore.transfer.copy_stream import Bundle, Copy, CopyStream, CopyStreams, bytes_between, copy_now, whole_of
 
 
-class SimulatedCopy(CopyHandle):
+class SimulatedCopy(Copy):
     def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle) -> None:
         self.target = whole_of(source, target)
         self.num_bytes = bytes_between(source, target)
@@ -71,8 +72,8 @@ class SimulatedCopyStream(CopyStream):
         return end
 
     def _start(
-        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Mark], after: Copy | None
+    ) -> Copy:
         if not self._stop.alive:
             raise RuntimeError("a copy was enqueued on a copy stream that is closed")
         handle = SimulatedCopy(source, target)
@@ -97,6 +98,12 @@ class SimulatedCopyStream(CopyStream):
 
         self._jobs.put(copy)
         return handle
+
+    def after_current(self) -> None:
+        """There is no device stream: the work that was called before has run."""
+
+    def before_current(self) -> None:
+        self.drain()  # there is no device stream that could wait for the copies, so the host waits
 
     def close(self) -> None:
         with self._lock:
@@ -134,8 +141,8 @@ def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # the job refers to the stream, which may become garbage before the next job comes
 
 
-class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
-    """Transfer whose copy streams are threads; CPU memory takes the place of device memory.
+class SimulatedTransfer(CopyStreams):
+    """Copy streams that are threads; CPU memory takes the place of device memory.
 
     Args:
         seed: seed of all delays, on both streams and in the worker.
@@ -144,7 +151,10 @@ class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
     """
 
     def __init__(self, seed: int = 0, max_delay_s: float = 0.002, in_flight_bytes: int = 1 << 26) -> None:
-        super().__init__(*(SimulatedCopyStream(name, seed, max_delay_s, in_flight_bytes) for name in ("d2h", "h2d")))
+        self.down: SimulatedCopyStream
+        self.up: SimulatedCopyStream
+        down, up = (SimulatedCopyStream(name, seed, max_delay_s, in_flight_bytes) for name in ("d2h", "h2d"))
+        super().__init__(down=down, up=up)
         self._arguments = (seed, max_delay_s, in_flight_bytes)
         self._worker_random = random.Random(f"worker {seed}")
         self._max_delay_s = max_delay_s
@@ -152,12 +162,5 @@ class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
     def __reduce__(self) -> Any:
         return SimulatedTransfer, self._arguments
 
-    def read(self, source: Tensor) -> Tensor:
-        return source.clone()
-
     def begin_job(self) -> None:
         time.sleep(self._worker_random.uniform(0.0, self._max_delay_s))
-
-    def close(self) -> None:
-        self.to_host.close()
-        self.to_device.close()

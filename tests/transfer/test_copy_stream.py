@@ -6,11 +6,11 @@ import pytest
 import torch
 from on_device import device_type
 
-from longshore.transfer import CopyHandle, DeviceTransfer, DirectTransfer, FinishedCopy, transfer_for, wait_for_all
-from longshore.transfer.base import CopyStream
+from longshore.transfer import Copy, CopyStreams, DeviceStreams, FinishedCopy, streams_for, wait_for_all
+from longshore.transfer.copy_stream import CopyStream
 
 
-class Copy(CopyHandle):
+class Made(Copy):
     """A copy that finishes when it is waited for, unless waiting raises."""
 
     def __init__(self, failure: BaseException | None) -> None:
@@ -30,45 +30,50 @@ class Copy(CopyHandle):
 class Stream(CopyStream):
     """Makes such copies; ``ready`` is what waiting for one raises."""
 
-    def _start(self, source: torch.Tensor, target: torch.Tensor, ready: Any, after: CopyHandle | None) -> Copy:
-        return Copy(ready)
+    def _start(self, source: torch.Tensor, target: torch.Tensor, ready: Any, after: Copy | None) -> Copy:
+        return Made(ready)
+
+    def after_current(self) -> None:
+        raise NotImplementedError
+
+    before_current = after_current
 
 
-def enqueue(stream: Stream, source_bytes: int, failure: BaseException | None = None) -> Copy:
+def copied(stream: Stream, source_bytes: int, failure: BaseException | None = None) -> Made:
     source = torch.empty(source_bytes, dtype=torch.uint8)
-    copy = stream.enqueue(source, source, failure, None)
-    assert isinstance(copy, Copy)
+    copy = stream.copy(source, source, failure)  # pyright: ignore[reportArgumentType]
+    assert isinstance(copy, Made)
     return copy
 
 
 def test_the_oldest_copies_are_waited_for_and_no_more_than_needed() -> None:
     stream = Stream(limit_bytes=100)
-    copies = [enqueue(stream, 40) for _ in range(4)]
+    copies = [copied(stream, 40) for _ in range(4)]
     assert [copy.done() for copy in copies] == [True, True, False, False]
     assert stream.peak_bytes == 80
 
 
-def test_one_copy_is_always_admitted() -> None:
+def test_one_copy_is_always_copied() -> None:
     stream = Stream(limit_bytes=100)
-    small = enqueue(stream, 10)
-    large = enqueue(stream, 1000)
+    small = copied(stream, 10)
+    large = copied(stream, 1000)
     assert small.done() and not large.done()
-    enqueue(stream, 10)
+    copied(stream, 10)
     assert large.done()
     assert stream.peak_bytes == 1000
 
 
 def test_copies_that_are_done_are_let_go_of() -> None:
     stream = Stream(limit_bytes=100)
-    first = enqueue(stream, 60)
+    first = copied(stream, 60)
     first.finished = True
-    second = enqueue(stream, 10)
+    second = copied(stream, 10)
     assert [copy for copy, _ in stream._copies] == [second] and stream._bytes == 10
 
 
 def test_drain_waits_for_all() -> None:
     stream = Stream(limit_bytes=100)
-    copies = [enqueue(stream, 10) for _ in range(3)]
+    copies = [copied(stream, 10) for _ in range(3)]
     stream.drain()
     assert all(copy.done() for copy in copies)
     assert not stream._copies and stream._bytes == 0
@@ -76,16 +81,16 @@ def test_drain_waits_for_all() -> None:
 
 def test_a_failed_copy_no_longer_counts() -> None:
     stream = Stream(limit_bytes=100)
-    enqueue(stream, 60, RuntimeError("lost"))
+    copied(stream, 60, RuntimeError("lost"))
     with pytest.raises(RuntimeError, match="lost"):
-        enqueue(stream, 60)
+        copied(stream, 60)
     assert not stream._copies and stream._bytes == 0
-    enqueue(stream, 60)
+    copied(stream, 60)
 
 
 def test_a_copy_still_counts_after_its_wait_was_interrupted() -> None:
     stream = Stream(limit_bytes=100)
-    copy = enqueue(stream, 60, KeyboardInterrupt())
+    copy = copied(stream, 60, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         stream.drain()
     assert stream._bytes == 60
@@ -105,22 +110,22 @@ def test_of_several_copies_the_last_is_waited_for_first() -> None:
     """The others are done then."""
     stream, waited = Stream(1 << 20), list[int]()
 
-    class Recorded(Copy):
+    class Recorded(Made):
         def wait(self) -> None:
             waited.append(self.order)
 
     stream._start = lambda *_: Recorded(None)
-    copies = [stream.enqueue(torch.empty(1), torch.empty(1), None, None) for _ in range(3)]
+    copies = [stream.copy(torch.empty(1), torch.empty(1), (), None) for _ in range(3)]
     wait_for_all([copies[1], copies[2], copies[0], copies[2]])
     assert waited == [2, 1, 0]
 
 
 def test_the_device_chooses_the_transfer() -> None:
-    assert isinstance(transfer_for(torch.device("cpu")), DirectTransfer)
+    assert isinstance(streams_for(torch.device("cpu")), CopyStreams)
     with pytest.raises(ValueError, match="on the CPU and on torch's accelerator, not on meta"):
-        transfer_for(torch.device("meta"))
+        streams_for(torch.device("meta"))
 
 
 @pytest.mark.gpu
 def test_an_accelerator_gets_streams() -> None:
-    assert isinstance(transfer_for(torch.device(device_type())), DeviceTransfer)
+    assert isinstance(streams_for(torch.device(device_type())), DeviceStreams)

@@ -1,4 +1,4 @@
-"""Base classes of transfers: copies between device and host on two streams, and handles that own their buffers.
+"""Copies between device and host: handles, streams in one direction, and the two of a memory in which state rests.
 
 The handle of an asynchronous copy keeps the source and the target until the copy is done (law 9), whatever the caller
 does with its own references. The caller can therefore drop a gradient at once, and a buffer is reused only by a copy
@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.accelerator import DeviceClock
+from longshore.accelerator import DeviceClock, Mark
 from longshore.transfer.private import allocate_private
 
 _copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # one kernel for many small tensors
@@ -72,7 +72,7 @@ def copy_now(source: Tensor | Bundle, target: Tensor | Bundle) -> None:
         target.copy_(source.gathered(target.numel()) if isinstance(source, Bundle) else source, non_blocking=True)
 
 
-class CopyHandle(ABC):
+class Copy(ABC):
     """Handle of one asynchronous copy.
 
     Attributes:
@@ -96,13 +96,25 @@ class CopyHandle(ABC):
         """Block this thread until the copy has finished; raise the copy's error if it failed."""
 
 
-def wait_for_all(copies: Iterable[CopyHandle]) -> None:
+def wait_for_all(copies: Iterable[Copy]) -> None:
     """Wait for copies of one stream. They run one after the other, so the host waits for the last one alone."""
     for copy in sorted(set(copies), key=lambda each: each.order, reverse=True):
         copy.wait()
 
 
-class FinishedCopy(CopyHandle):
+class Fetch(Copy):
+    """Handle of a copy to the device that is used there: of parameters, or of inputs that are computed with again."""
+
+    @abstractmethod
+    def reach(self) -> Tensor:
+        """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """As :meth:`reach`, for the last time: the handle does not keep the tensor any longer."""
+
+
+class FinishedCopy(Copy):
     """Handle for bytes that are already in the right place and need no copy."""
 
     def __init__(self, target: Tensor) -> None:
@@ -116,47 +128,73 @@ class FinishedCopy(CopyHandle):
         return
 
 
-class CopyStream(ABC):
-    """Stream of asynchronous copies in one direction, which run one after the other.
+def put_in_place(output: Tensor, parameter: Tensor) -> Copy:
+    """Write new values to a parameter in the same memory, unless they are there already."""
+    if output.data_ptr() != parameter.data_ptr():
+        parameter.copy_(output)
+    return FinishedCopy(parameter)
 
-    The backward pass can enqueue copies far ahead of the device. Each copy keeps a gradient alive, so without a bound,
-    copying gradients during backward would save no device memory. :meth:`enqueue` therefore blocks while the sources
-    of unfinished copies would take more than ``limit_bytes``; a single copy is always admitted.
+
+_CPU = torch.device("cpu")
+
+
+class CopyStream(ABC):
+    """Asynchronous copies in one direction, which run one after the other.
+
+    The backward pass can request copies far ahead of the device. Each keeps a gradient alive, so without a bound,
+    copying gradients during backward would save no device memory: :meth:`copy` waits while the sources of unfinished
+    copies would take more than ``limit_bytes``. A single copy is always admitted. Any thread may call.
+
+    Attributes:
+        limit_bytes: how many bytes may be on their way.
+        peak_bytes: how many were, at most.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
-        # Autograd threads and the host worker both enqueue.
+        # Autograd threads and the host worker both request copies.
         self._lock = threading.Lock()
-        self._copies: deque[tuple[CopyHandle, int]] = deque()
+        self._copies: deque[tuple[Copy, int]] = deque()
         self._bytes = 0
         self._begun = 0
 
-    def enqueue(
-        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
-        """Copy ``source`` to ``target`` once each of ``ready`` (see :meth:`Transfer.mark`) is reached, and ``after``
-        is done."""
-        source_bytes = source.nbytes
+    def copy(
+        self,
+        source: Tensor | Bundle,
+        target: Tensor | Bundle,
+        ready: Sequence[Mark] = (),
+        after: Copy | None = None,
+    ) -> Copy:
+        """Copy ``source`` to ``target`` once each of ``ready`` (see :meth:`CopyStreams.mark`) is reached, and ``after``
+        is done; first wait until the copy fits. Raises the error of a former copy that failed."""
+        num_bytes = source.nbytes
         with self._lock:
-            while self._copies and (self._copies[0][0].done() or self._bytes + source_bytes > self.limit_bytes):
+            while self._copies and (self._copies[0][0].done() or self._bytes + num_bytes > self.limit_bytes):
                 self._retire()
             handle = self._start(source, target, ready, after)
             handle.order, self._begun = self._begun, self._begun + 1
-            self._copies.append((handle, source_bytes))
-            self._bytes += source_bytes
+            self._copies.append((handle, num_bytes))
+            self._bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)
         return handle
 
     @abstractmethod
     def _start(
-        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
+        self, source: Tensor | Bundle, target: Tensor | Bundle, ready: Sequence[Mark], after: Copy | None
+    ) -> Copy:
         """Start the copy on the stream; the caller has acquired the lock."""
 
+    @abstractmethod
+    def after_current(self) -> None:
+        """Make all later copies wait for the work already enqueued on the current stream."""
+
+    @abstractmethod
+    def before_current(self) -> None:
+        """Make all later work of the current stream wait for the copies so far."""
+
     def forget_finished(self) -> None:
-        """Free the sources of copies that have finished, as :meth:`enqueue` does; this does not wait."""
+        """Free the sources of copies that have finished, as :meth:`copy` does; this does not wait."""
         with self._lock:
             while self._copies and self._copies[0][0].done():
                 self._retire()
@@ -166,6 +204,10 @@ class CopyStream(ABC):
         with self._lock:
             while self._copies:
                 self._retire()
+
+    def close(self) -> None:
+        """Wait for every copy; none may be requested afterwards."""
+        self.drain()
 
     def _retire(self) -> None:
         handle, source_bytes = self._copies[0]
@@ -178,83 +220,100 @@ class CopyStream(ABC):
                 self._bytes -= source_bytes
 
 
-class Transfer(ABC):
-    """Copies of gradients from device to host, and of new parameters from host to device.
+class CopyStreams:
+    """The copies between a memory in which state rests and the device where its parameters compute.
 
-    All tensors are flat and contiguous. ``staged`` says whether gradients are copied: if so, the store keeps host
-    buffers from :meth:`allocate`.
+    All tensors are flat and contiguous. This class has what parameters in host memory need; without streams it is for
+    state in the memory of CPU parameters, and nothing is copied.
+
+    Args:
+        device: where the parameters compute.
+        down: copies gradients. None: kernels read them where they are.
+        up: copies new parameters. None: kernels write them in place, but for the results of stepping ahead, since the
+            parameter was still in use when these were computed.
     """
 
-    staged: bool
-    device = torch.device("cpu")
-    """Where the parameters compute."""
+    def __init__(
+        self,
+        device: torch.device = _CPU,
+        down: CopyStream | None = None,
+        up: CopyStream | None = None,
+    ) -> None:
+        self.device = device
+        self.down = down
+        self.up = up
+
+    @property
+    def staged(self) -> bool:
+        """Whether gradients are copied: the store has buffers from :meth:`allocate` for them."""
+        return self.down is not None
 
     @property
     def publishes(self) -> bool:
-        """Whether new parameters are copied; if not, kernels write them in place."""
-        return self.staged
+        """Whether new parameters are copied."""
+        return self.up is not None
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Allocate host memory that a copy engine can access: uint8 ``[num_bytes]``. Called at start-up only."""
+        """Allocate memory that copies go to and come from: uint8 ``[num_bytes]``. Called at start-up only."""
         return allocate_private(num_bytes)
 
-    def mark(self) -> Any:
-        """Return the current position of the current stream; any thread may pass it to :meth:`copy_to_host`."""
-        return None
-
-    @abstractmethod
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        """Copy a device tensor into ``buffer`` once ``ready`` is reached and ``after`` is done.
-
-        Without staging, the handle's target is the source itself.
-        """
+    def mark(self) -> Sequence[Mark]:
+        """Return the current position of the current stream; any thread may pass it to :meth:`bring`."""
+        return ()
 
     @property
     def most_together(self) -> int:
-        """How many bytes may wait in device memory to be copied together."""
-        return 0
+        """How many bytes of gradients may wait in device memory to be copied together."""
+        return 0 if self.down is None else self.down.limit_bytes // 2  # while these wait, others may be on their way
 
-    def copy_together(
-        self, bundle: Bundle, buffer: Tensor, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
-        """Copy several device tensors into ``buffer`` at once; only with staging. See :meth:`copy_to_host`."""
-        raise NotImplementedError
+    def bring(self, source: Tensor | Bundle, buffer: Tensor | None, ready: Sequence[Mark], after: Copy | None) -> Copy:
+        """Copy gradients into ``buffer`` once each of ``ready`` is reached and ``after`` is done; may wait for other
+        copies. Where nothing is staged, the handle's target is the gradient itself."""
+        if self.down is None:
+            assert isinstance(source, Tensor)
+            return FinishedCopy(source)
+        assert buffer is not None
+        return self.down.copy(source, buffer, ready, after)
 
-    @abstractmethod
     def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
         """Return the tensor to which the kernel writes new values: ``buffer``, or the parameter itself."""
+        if self.up is None:
+            return parameter
+        assert buffer is not None
+        return buffer
 
     def begin_publish(self) -> None:
-        """Make all later copies to the device wait for the work already enqueued on the current stream, which may still
-        read the parameters."""
-        return
+        """Make all later copies of new parameters wait for the work already enqueued on the current stream, which may
+        still read the former ones."""
+        if self.up is not None:
+            self.up.after_current()
 
-    @abstractmethod
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        """Copy the new values of a parameter back to it."""
-
-    def copy_apart(self, outputs: Tensor, parameters: Bundle) -> CopyHandle:
-        """Copy new values of several parameters back to them at once; only with staging."""
-        raise NotImplementedError
+    def publish(self, output: Tensor, parameters: Tensor | Bundle) -> Copy:
+        """Copy new values back to a parameter, or to several, if new parameters are copied."""
+        if self.up is None:
+            assert isinstance(parameters, Tensor)
+            return put_in_place(output, parameters)
+        return self.up.copy(output, parameters)
 
     def end_publish(self) -> None:
-        """Make all later work of the current stream wait for the copies to the device."""
-        return
+        """Make all later work of the current stream see the new parameters."""
+        if self.up is not None:
+            self.up.before_current()
 
-    @abstractmethod
     def read(self, source: Tensor) -> Tensor:
-        """Return a host copy of a device tensor, or the tensor itself if nothing is staged; blocks."""
+        """Return a host copy of a parameter's tensor, or the tensor itself if nothing is staged; blocks."""
+        return source.clone() if self.staged else source
 
     def stream(self) -> Any:
         """Return the current stream, for :meth:`marks`."""
         return None
 
-    def marks(self, streams: Iterable[Any]) -> Any:
+    def marks(self, streams: Iterable[Any]) -> Sequence[Mark]:
         """Return the current positions of these streams and of the current one; any thread may pass them to
         :meth:`aside`."""
-        return None
+        return ()
 
-    def aside(self, ready: Any) -> AbstractContextManager[None]:
+    def aside(self, ready: Sequence[Mark]) -> AbstractContextManager[None]:
         """Run device work of the enclosed block on another stream than the current one, once all of ``ready`` (see
         :meth:`marks`) are reached. The work is done when the block ends, so this is for threads that wait anyway."""
         return nullcontext()
@@ -277,82 +336,12 @@ class Transfer(ABC):
 
     def synchronize(self) -> None:
         """Block until every copy has finished."""
-        return
+        for stream in (self.down, self.up):
+            if stream is not None:
+                stream.drain()
 
     def close(self) -> None:
         """Release streams and threads; no copy may be started afterwards."""
-        return
-
-
-Stream = TypeVar("Stream", bound=CopyStream)
-
-
-class StagedTransfer(Transfer, Generic[Stream]):
-    """Transfer for state in host memory: gradients are copied on one stream, and new parameters on another."""
-
-    staged = True
-
-    def __init__(self, to_host: Stream, to_device: Stream) -> None:
-        self.to_host = to_host
-        self.to_device = to_device
-
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        assert buffer is not None
-        return self.to_host.enqueue(source, buffer, [] if ready is None else [ready], after)
-
-    @property
-    def most_together(self) -> int:
-        return self.to_host.limit_bytes // 2  # while these wait, others may be on their way
-
-    def copy_together(
-        self, bundle: Bundle, buffer: Tensor, ready: Sequence[Any], after: CopyHandle | None
-    ) -> CopyHandle:
-        return self.to_host.enqueue(bundle, buffer, ready, after)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        assert buffer is not None
-        return buffer
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return self.to_device.enqueue(output, parameter, [], None)
-
-    def copy_apart(self, outputs: Tensor, parameters: Bundle) -> CopyHandle:
-        return self.to_device.enqueue(outputs, parameters, [], None)
-
-    def end_publish(self) -> None:
-        # There is no device stream that could wait for the copies, so the host waits.
-        self.to_device.drain()
-
-    def synchronize(self) -> None:
-        self.to_host.drain()
-        self.to_device.drain()
-
-
-def put_in_place(output: Tensor, parameter: Tensor) -> CopyHandle:
-    """Write new values to a parameter in the same memory, unless they are there already."""
-    if output.data_ptr() != parameter.data_ptr():
-        parameter.copy_(output)
-    return FinishedCopy(parameter)
-
-
-class UnstagedTransfer(Transfer):
-    """Transfer for state in the memory of the parameters: kernels read the gradient and write the parameter in place.
-    Only the results of stepping ahead are copied, because the parameter was still in use when they were computed."""
-
-    staged = False
-
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        return FinishedCopy(source)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        return parameter
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return put_in_place(output, parameter)
-
-    def read(self, source: Tensor) -> Tensor:
-        return source
-
-
-class DirectTransfer(UnstagedTransfer):
-    """Transfer for CPU parameters: device and host are the same memory, and nothing is copied."""
+        for stream in (self.down, self.up):
+            if stream is not None:
+                stream.close()
