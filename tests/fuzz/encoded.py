@@ -55,6 +55,10 @@ class EncodedTwin(Twin):
             name = names[position] if names else f"{place}.{position}"
             self._names.setdefault(parameter, self._given_names.get(parameter, name))
 
+    def rounded(self, name: str, value: Tensor) -> Tensor:
+        """A state of this name as the codes have it; others as they are."""
+        return to_nearest(value, self._how["states"], name) if name in STATES[type(self).__name__] else value
+
     def _step_all(self, members: list[Tensor]) -> None:
         assert not members, "torch's own step has float32 states"
 

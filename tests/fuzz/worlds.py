@@ -79,18 +79,6 @@ def x(seed: int, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
-def raising(error: type[BaseException], at: int = 1) -> Callable[..., None]:
-    """A hook that raises when it is called for the ``at``-th time."""
-    left = [at]
-
-    def hook(*_: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise error
-
-    return hook
-
-
 def in_thread(work: Callable[[], Any]) -> None:
     """Run in another thread; what it raises is raised here."""
     failures: list[BaseException] = []
@@ -168,8 +156,9 @@ class World:
         """Whether a model is streamed here."""
         self.names: dict[str, Any] = {
             **{name: globals()[name] for name in ("torch", "nn", "copy", "Net", "Interrupt")},
-            **{each.__name__: each for each in (x, raising, in_thread, through_file, gradients_of)},
+            **{each.__name__: each for each in (x, in_thread, through_file, gradients_of)},
             **{each.__name__: each for each in (self.ours, self.client, self.clip, self.saved, self.loaded)},
+            "raising": self.raising,
             "rebuilt": self.rebuilt,
             **{each.__name__: each for each in (self.engine, self.raw, self.engine_saved, self.engine_loaded)},
             **{each.__name__: each for each in (copied, pickled)},
@@ -182,6 +171,24 @@ class World:
             "initialized": self.initialized,
         }
         self.seen: list[Tensor] = []
+        self._calls: list[int] = []
+        """How often each hook that raises was called."""
+
+    def raising(self, error: type[BaseException], at: int = 1) -> Callable[..., None]:
+        """A hook that raises when it is called for the ``at``-th time."""
+        place = len(self._calls)
+        self._calls.append(0)
+
+        def hook(*_: Any) -> None:
+            self._calls[place] += 1
+            if self._calls[place] == at:
+                raise error
+
+        return hook
+
+    def count_anew(self) -> None:
+        """Let hooks that raise count their calls from here on."""
+        self._calls = [0] * len(self._calls)
 
     def ours(self, **settings: Any) -> None:
         """Settings of longshore's optimizers from here on."""
