@@ -223,6 +223,24 @@ def test_what_is_on_the_host_leaves_the_device(blocks: PinnedBlocks) -> None:
     assert held() - before == 4 << 20
 
 
+@pytest.mark.parametrize("fetched_ahead", [False, True])
+def test_graphs_that_are_dropped_keep_no_memory_of_the_device(blocks: PinnedBlocks, fetched_ahead: bool) -> None:
+    """Losses that were not finite and are skipped, whose last inputs the next backward has fetched ahead."""
+    held = torch.get_device_module().memory_allocated
+    x = torch.randn(1 << 20, device=device_type(), requires_grad=True)
+    others = [HostInput(x) for _ in range(6)]  # so many blocks of the host are free afterwards
+    del others
+    before = held()
+    for _ in range(5):
+        skipped = checkpoint(torch.sin, x * 1)
+        if fetched_ahead:
+            checkpoint(torch.sin, x * 1).sum().backward()
+            x.grad = None
+        del skipped
+    torch.accelerator.synchronize()
+    assert held() <= before
+
+
 def test_pinned_memory_is_used_again(blocks: PinnedBlocks) -> None:
     model = network()
     gradients(model, checkpoint)

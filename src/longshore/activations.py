@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from longshore.transfer import Copy, DeviceCopyStream, Fetch, allocate_pinned
+from longshore.transfer import Copy, DeviceCopy, DeviceCopyStream, Fetch, allocate_pinned
 
 _ALIGNMENT_BYTES = 256
 """The largest alignment of operands that matrix libraries consider when they choose kernels."""
@@ -48,6 +48,9 @@ class PinnedBlocks:
 
     def give_back(self, block: Tensor, copies: list[Copy]) -> None:
         """Take a block back, from whatever thread frees an input, also while another one is in :meth:`take`."""
+        for copy in copies:
+            if isinstance(copy, DeviceCopy):
+                copy.let_go()  # or the input stayed on the device until the block is used again
         self._given_back.append((block, copies))
 
     def take(self, num_bytes: int) -> Tensor:
@@ -98,7 +101,7 @@ class HostInput:
         self._size, self._stride = tensor.size(), None
         self._call = call
         self._copies: list[Copy] = []
-        """The last copy that reads or writes the memory of the host."""
+        """Those that write and read the memory of the host."""
         self._fetch: Fetch | None = None
         """The copy to the device that has begun and that nobody has asked for."""
         self._written: Tensor | None = None
@@ -144,7 +147,7 @@ class HostInput:
             to_host, to_device = _streams(self._device)
             restored, target = self._memory_on_device()
             self._fetch = to_device.fetch(self._host, target, restored, self._copies[0])
-            self._copies[:] = [self._fetch]
+            self._copies.append(self._fetch.end())  # the block outlives this input, and must not keep device memory
             to_host.forget_finished()
 
     def restore(self) -> Tensor:

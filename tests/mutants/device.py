@@ -109,8 +109,8 @@ MUTANTS = [
     _mutant(
         "a copy does not keep its source",
         "DeviceCopyStream._start",
-        "copy = DeviceCopy(source, target, event)",
-        "copy = DeviceCopy(copy_now, target, event)",
+        "copy = DeviceCopy(source, target, event, self.stream)",
+        "copy = DeviceCopy(target, target, event, self.stream)",
         TRANSFER,
     ),
     _mutant(
@@ -405,7 +405,7 @@ MUTANTS = [
     _mutant(
         "a fetch that nobody takes keeps nothing",
         "HostInput.fetch",
-        "self._copies[:] = [self._fetch]",
+        "self._copies.append(self._fetch.end())",
         "",
         HOST_INPUTS,
     ),

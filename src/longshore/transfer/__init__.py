@@ -14,7 +14,7 @@ from longshore.transfer.copy_stream import (
     FinishedCopy,
     wait_for_all,
 )
-from longshore.transfer.device import DeviceCopyStream, DeviceStreams
+from longshore.transfer.device import DeviceCopy, DeviceCopyStream, DeviceStreams
 from longshore.transfer.pinned import PinnedPool, allocate_pinned, part_of
 from longshore.transfer.private import allocate_private, copy_on_fork
 from longshore.transfer.simulated import SimulatedTransfer
@@ -24,6 +24,7 @@ __all__ = [
     "Copy",
     "CopyStream",
     "CopyStreams",
+    "DeviceCopy",
     "DeviceCopyStream",
     "DeviceStreams",
     "Fetch",

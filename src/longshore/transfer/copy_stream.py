@@ -106,6 +106,10 @@ class Fetch(Copy):
     """Handle of a copy to the device that is used there: of parameters, or of inputs that are computed with again."""
 
     @abstractmethod
+    def end(self) -> Copy:
+        """Return a handle of the copy's end, which keeps no tensor."""
+
+    @abstractmethod
     def reach(self) -> Tensor:
         """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
 

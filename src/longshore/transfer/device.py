@@ -27,20 +27,33 @@ from longshore.transfer.pinned import allocate_pinned
 
 
 class DeviceCopy(Copy):
-    def __init__(self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event) -> None:
+    """Handle of a copy on a stream of the device, which keeps both sides until it is over."""
+
+    def __init__(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event, stream: torch.Stream
+    ) -> None:
         self.target = whole_of(source, target)
         self.num_bytes = bytes_between(source, target)
         self.event = event
-        self._kept: object = source, target
+        self._stream = stream
+        self._kept: tuple[Tensor | Bundle, Tensor | Bundle] | None = source, target
+        self._done = False
 
     def done(self) -> bool:
-        if self._kept is not None and self.event.query():
-            self._kept = None
-        return self._kept is None
+        if not self._done and self.event.query():
+            self._done, self._kept = True, None
+        return self._done
 
     def wait(self) -> None:
         if not self.done():
             wait_for(self.event)
+            self._done, self._kept = True, None
+
+    def let_go(self) -> None:
+        """Keep the source no longer: its memory is given away once the copy is over, and nobody has to ask whether it
+        is. The caller keeps the target."""
+        if not self.done() and self._kept is not None and isinstance(self._kept[0], Tensor):
+            self._kept[0].record_stream(self._stream)
             self._kept = None
 
 
@@ -55,6 +68,19 @@ def _around(
     copy()
     ended = timed_event(stream)
     return ended, (begun, ended)
+
+
+class ReachedEvent(Copy):
+    """Handle of a copy that keeps neither of its tensors: it says when both may be written again."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        wait_for(self._event)
 
 
 class DeviceFetch(Fetch):
@@ -96,6 +122,10 @@ class DeviceFetch(Fetch):
 
     def wait(self) -> None:
         wait_for(self.event)
+
+    def end(self) -> Copy:
+        """Return a handle of the copy's end, which keeps no tensor."""
+        return ReachedEvent(self.event)
 
     def reach(self) -> Tensor:
         assert self._kept is not None
@@ -144,7 +174,7 @@ class DeviceCopyStream(CopyStream):
             event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
         # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
         # record_stream is needed.
-        copy = DeviceCopy(source, target, event)
+        copy = DeviceCopy(source, target, event, self.stream)
         copy.timed = timed
         return copy
 
