@@ -116,8 +116,8 @@ MUTANTS = [
     _mutant(
         "a copy is done before it has run",
         "DeviceCopy.done",
-        "if self._kept is not None and self.event.query():",
-        "if self._kept is not None:",
+        "if not self._done and self.event.query():",
+        "if not self._done:",
         TRANSFER,
     ),
     _mutant("the host does not wait for a copy", "DeviceCopy.wait", "wait_for(self.event)", "pass", TRANSFER),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +236,24 @@ def test_a_state_that_comes_before_its_parameter() -> None:
         assert new not in optimizer.state
         found.append(new.detach())
     assert torch.equal(*found)
+
+
+@WAYS_NAMED
+@pytest.mark.parametrize("release", [False, True])
+def test_a_copy_without_a_parameter_does_nothing_until_one_comes(copied: Any, release: bool, tmp_path: Path) -> None:
+    """As torch's: a pruned group is empty for a while."""
+    model, plain = small_model(), small_model()
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
+    optimizer.param_groups[0]["params"].clear()
+    model, optimizer = copied((model, optimizer))
+    optimizer.step()
+    assert optimizer.clip_grad_norm_(1.0) == optimizer.grad_norm() == 0.0
+    optimizer.expect_backwards(2)
+    longshore.save(tmp_path, model, optimizer)
+    longshore.load(tmp_path, model, optimizer)
+    assert optimizer.state_dict()["state"] == {} and sum(optimizer.host_bytes().values()) == 0
+    optimizer.param_groups[0]["params"].extend(model.parameters())
+    built_with_them = longshore.AdamW(plain.parameters(), lr=1e-2)
+    for each, its in ((model, optimizer), (plain, built_with_them)):
+        train(each, its, range(2))
+    assert same_weights(model, plain)

@@ -91,7 +91,7 @@ def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceStre
     ready = transfer.mark()
     torch.accelerator.synchronize()
     with busy_stream(LONG):
-        later = transfer.mark()
+        (later,) = transfer.mark()
         transfer.bring(source, buffer, ready, None).wait()
         assert all_are(buffer, 3.0)
         assert not later.query()

@@ -58,6 +58,8 @@ class OptimizerCore:
         self.groups = groups
         # These grow with parameter groups.
         self._source: GradientSource | None = None
+        self._nothing: GradientSource | None = None
+        """Source of no gradients, where there is no parameter: those that come may be on another device."""
         self.by_id: dict[int, ParameterRecord] = {}
         """Records by ``id(parameter)``; each keeps its parameter alive."""
         self.parameters: dict[int, Tensor] = {}
@@ -89,9 +91,13 @@ class OptimizerCore:
             self._lay_out_anew()
         if self._source is None:
             take_up(self)  # lazy parameters may have their shapes by now
-        if self._source is None:
-            raise ValueError("the optimizer has no parameters")
-        return self._source
+        if self._source is not None:
+            return self._source
+        if not self.empty:
+            raise ValueError("the optimizer has no parameters with a shape yet")
+        if self._nothing is None:
+            self._nothing = self._source_on(torch.device("cpu"))
+        return self._nothing
 
     @property
     def empty(self) -> bool:
@@ -162,13 +168,16 @@ class OptimizerCore:
             check_not_wrapped([record.parameter for record in records])
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
-            store = self.offload.make_store(records[0].device, self.release_gradients, self.parameters)
-            self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store, members_of(self))
+            self._source = self._source_on(records[0].device)
             if annotating():
-                store.set_recorders([Ranges()])
-            store.foresee(_OptimizerForecast(self))
+                self._source.store.set_recorders([Ranges()])
+            self._source.store.foresee(_OptimizerForecast(self))
         self._name_states(self._source.store)
         self._source.register(records)
+
+    def _source_on(self, device: torch.device) -> GradientSource:
+        store = self.offload.make_store(device, self.release_gradients, self.parameters)
+        return (ReleasedGradients if self.release_gradients else KeptGradients)(store, members_of(self))
 
     def _outdated(self) -> bool:
         """Return whether, before the first step, all parameters were replaced, or one was moved or converted. A state
@@ -202,8 +211,9 @@ class OptimizerCore:
 
     def close(self) -> None:
         """Wait for work under way, remove the hooks, and end the threads."""
-        if self._source is not None:
-            self._source.close()
+        for source in (self._source, self._nothing):
+            if source is not None:
+                source.close()
 
     # -- the accumulation window ----------------------------------------------
 

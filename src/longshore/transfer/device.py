@@ -50,8 +50,7 @@ class DeviceCopy(Copy):
             self._done, self._kept = True, None
 
     def let_go(self) -> None:
-        """Keep the source no longer: its memory is given away once the copy is over, and nobody has to ask whether it
-        is. The caller keeps the target."""
+        """Keep the source no longer: torch frees its memory once the copy is over. The caller keeps the target."""
         if not self.done() and self._kept is not None and isinstance(self._kept[0], Tensor):
             self._kept[0].record_stream(self._stream)
             self._kept = None
