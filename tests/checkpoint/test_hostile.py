@@ -330,7 +330,7 @@ class Victim(NamedTuple):
     elsewhere: Path
     other: dict[str, Any]
 
-    def lay(self, damage: Damage, rng: random.Random, spare: bool = False) -> None:
+    def lay(self, damage: Damage, rng: random.Random, spare: bool = False) -> bool:
         """The checkpoint, damaged; ``spare``: but for what is read by others than the engine's own checks."""
         files = dict(self.files)
         damage.apply(rng, files)
@@ -346,6 +346,7 @@ class Victim(NamedTuple):
             (folder / name).write_bytes(content)
         if damage.lay is not None:
             damage.lay(rng, folder)
+        return any(content != self.files[name] for name, content in files.items() if is_listed(name))
 
 
 def read_tensors(root: Path, names: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -444,16 +445,19 @@ def play(victim: Victim, count: int, check: Callable[[Victim, Damage], bool], se
         for number in range(seed, seed + count):
             rng = random.Random(number)
             damage = DAMAGES[number % len(DAMAGES)]
-            victim.lay(damage, rng, spare=check is check_loading)
+            differs = victim.lay(damage, rng, spare=check is check_loading)
             began = time.perf_counter()
             try:
-                refused[damage.name] += check(victim, damage)
+                was_refused = check(victim, damage)
+                refused[damage.name] += was_refused
+                # The manifest's own bytes have no checksum: some of them, such as its times, may be others.
+                assert was_refused or not differs or damage.name != "bytes", "loaded other bytes than the checksum says"
             except BaseException as error:
                 raise AssertionError(f"case {number}, {damage.name}: {type(error).__name__}: {error}") from error
             assert time.perf_counter() - began < SLOWEST_S, f"case {number}, {damage.name}"
     untouched = ("a file more", "latest")
     assert all(times > 0 for name, times in refused.items() if name not in untouched), refused
-    assert refused["bytes"] > 0.9 * count // len(DAMAGES) and refused["latest"] == 0, refused
+    assert refused["latest"] == 0, refused
 
 
 # -- one check each -----------------------------------------------------------
