@@ -86,7 +86,7 @@ class Contestant:
         self._max_norm = max_norm
         self._publishing = 0.0
         transfer = longshore.SimulatedTransfer(max_delay_s=0.0)
-        self.time_apart(transfer, "copy_to_device", "end_publish")
+        self.time_apart(transfer, "publish", "end_publish")
         offload = longshore.Offload(
             threads=settings.threads,
             transfer=transfer,

@@ -209,7 +209,7 @@ def answer(name: str, engine: Any) -> Answer:
     except (AttributeError, ImportError) as error:
         said = re.fullmatch(r"longshore has no \S+: (.*)|'Engine' object has no attribute '\w+'; (.*)", str(error))
         advice = (said[1] or said[2]) if said else ""
-        if advice == Engine.where_else:  # said of every name that nobody thought of
+        if advice == Engine._where_else:  # said of every name that nobody thought of
             advice = ""
         return Answer(advice or str(error), known=bool(advice) and "does not stand in for it" not in advice)
     return Answer("")

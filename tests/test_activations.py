@@ -282,3 +282,12 @@ def test_device_memory_is_free_while_inputs_are_on_the_host() -> None:
     # Backward: the gradient and its product, the call's input and output, and the input of the call before.
     assert max(held[8:]) - held[0] <= 6 << 22
     assert x.grad is not None
+
+
+def test_a_graph_that_is_kept_keeps_one_copy_of_each_direction(blocks: PinnedBlocks) -> None:
+    x = torch.randn(100, device=device_type(), requires_grad=True)
+    loss = checkpoint(torch.sin, x * 1).sum()
+    for _ in range(5):
+        loss.backward(retain_graph=True)
+    (saved,) = [each for each in activations._alive if each._copies]
+    assert len(saved._copies) == 2

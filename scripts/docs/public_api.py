@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from longshore.engine.attributes import Answer
 from scripts.docs.docstrings import attributes_of
 from scripts.docs.public_changes import changes, sections_of
 
@@ -41,7 +42,7 @@ INTEGRATIONS = ("transformers", "lightning")
 NOT_CONSTRUCTED = ("Engine", "Stream", "TiledOptimizer", "TrainingLoader")
 """Classes whose instances longshore makes: the arguments of their constructors are not public."""
 
-NOT_PUBLIC = {"Engine": ("binding", "built", "loss_scaling", "ranks", "where_else")}
+NOT_PUBLIC = {"Engine": ("binding", "built", "loss_scaling", "ranks")}
 """Attributes without an underscore that are not for users, by class: other modules of longshore read them."""
 
 BESIDE_THE_REFERENCE: Mapping[str, Sequence[str]] = {
@@ -218,7 +219,7 @@ def _documented(kind: type) -> Iterable[str]:
 
 def _defined(kind: type) -> Iterable[str]:
     """Return the names of methods and properties; other attributes of a class are constants of its own."""
-    methods = (property, staticmethod, classmethod)
+    methods = (property, staticmethod, classmethod, Answer)
     return [
         name
         for name, value in vars(kind).items()

@@ -48,10 +48,10 @@ class PinnedBlocks:
 
     def give_back(self, block: Tensor, copies: list[Copy]) -> None:
         """Take a block back, from whatever thread frees an input, also while another one is in :meth:`take`."""
+        self._given_back.append((block, copies))
         for copy in copies:
             if isinstance(copy, DeviceCopy):
                 copy.let_go()  # or the input stayed on the device until the block is used again
-        self._given_back.append((block, copies))
 
     def take(self, num_bytes: int) -> Tensor:
         """Return memory that nothing reads or writes any more: uint8 ``[at least num_bytes]``."""
@@ -147,7 +147,7 @@ class HostInput:
             to_host, to_device = _streams(self._device)
             restored, target = self._memory_on_device()
             self._fetch = to_device.fetch(self._host, target, restored, self._copies[0])
-            self._copies.append(self._fetch.end())  # the block outlives this input, and must not keep device memory
+            self._copies[1:] = [self._fetch.end()]  # the block outlives this input, and must not keep device memory
             to_host.forget_finished()
 
     def restore(self) -> Tensor:

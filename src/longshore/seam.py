@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from longshore.engine.activation_checkpointing import install as install
     from longshore.engine.activation_checkpointing import is_configured as is_configured
     from longshore.engine.activation_checkpointing import reset as reset
+    from longshore.engine.attributes import Answer as Answer
     from longshore.engine.binding import Binding as Binding
     from longshore.engine.config.base import NOTHING as NOTHING
     from longshore.engine.config.base import FrozenModel as FrozenModel
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
     from longshore.engine.ranks import with_port as with_port
     from longshore.engine.schedules import change_over as change_over
     from longshore.engine.schedules import make_schedule as make_schedule
+    from longshore.engine.setup import check_model as check_model
     from longshore.engine.setup import data_ranks as data_ranks
     from longshore.engine.setup import make as make
     from longshore.engine.weights import first_weights as first_weights
@@ -249,6 +251,7 @@ HOMES = {
     "longshore.checkpoint.values": "Values encode",
     "longshore.engine": "precision schedules",
     "longshore.engine.activation_checkpointing": "checkpoint install is_configured reset",
+    "longshore.engine.attributes": "Answer",
     "longshore.engine.binding": "Binding",
     "longshore.engine.config.base": "FrozenModel NOTHING NamedModel alias_of candidates edits json_text quoted "
     "suggestion",
@@ -271,7 +274,7 @@ HOMES = {
     "longshore.engine.random_states": "random_states restore_random_states",
     "longshore.engine.ranks": "DEFAULT_TIMEOUT Ranks expected_world_size join with_port",
     "longshore.engine.schedules": "change_over make_schedule",
-    "longshore.engine.setup": "data_ranks make",
+    "longshore.engine.setup": "check_model data_ranks make",
     "longshore.engine.weights": "first_weights",
     "longshore.engine.wording": "did_you_mean shown",
     "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES StateFormat TileSegment element_bytes newton_schulz "

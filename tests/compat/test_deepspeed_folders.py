@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support import PlainLoop
 from torch import nn
@@ -27,6 +29,13 @@ ADVICE = r"is DeepSpeed's; convert it once with `longshore import-deepspeed {roo
 
 def advice(root: Path, tag: str = "") -> str:
     return ADVICE.format(root=root, tag=tag)
+
+
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def by_one_line(config: Any) -> tuple[Callable[..., Any], Callable[[], None]]:
@@ -57,6 +66,17 @@ def test_the_door_says_how_to_import_it(door: Any, request: pytest.FixtureReques
         load(root, tag="global_step3")
     with pytest.raises(CheckpointError, match=tagged):
         load(root / "global_step3")
+
+
+@pytest.mark.parametrize("written", ["global_step3\r\n", "  global_step3 \n", "global_step3" + 2000 * " "])
+def test_blanks_around_the_tag_hide_no_checkpoint(written: str, tmp_path: Path) -> None:
+    """As DeepSpeed and editors write it: a run that should resume must not start afresh."""
+    shutil.copytree(DATA / "stage1_fp32", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "latest").write_bytes(written.encode())
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=advice(tmp_path)):
+        longshore.load(tmp_path, model, longshore.AdamW(model.parameters()))
+    assert deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 OPTIMIZERS = {

@@ -185,3 +185,13 @@ def test_compile(engine: Any) -> None:
     assert engine.is_compiled
     train(engine)
     assert engine.was_step_applied()
+
+
+def test_what_an_engine_answers_may_be_wrapped(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("loss_scale", "global_rank", "is_compiled", "get_batch_info"):
+        with pytest.raises(AttributeError, match=f"engine.{name} cannot be assigned"):
+            setattr(engine, name, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, name, lambda: 4.0)
+            assert getattr(engine, name)() == 4.0
+    assert engine.loss_scale() == 1.0 and engine.global_rank == 0

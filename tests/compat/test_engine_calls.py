@@ -305,3 +305,10 @@ def test_an_engine_is_freed_without_the_garbage_collector() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_configuration_under_both_of_its_names() -> None:
+    config = {**FILE, **ADAM}
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config, config_params={"no": "file"})[0]
+    assert engine.train_batch_size() == 1
+    engine.destroy()

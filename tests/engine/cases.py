@@ -142,7 +142,7 @@ def program(stage: int, place: str, optimizer: str = "AdamW") -> list[Any]:
     engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off", optimizer)
     try:
         store = engine.optimizer._core.store
-        made = [type(entry) for part in store.local.backends for entry in (part.transfer, part.kernels)]
+        made = [type(entry) for part in store.local.backends for entry in (part.streams, part.kernels)]
         return [type(store), *made, engine.explain(False).tiles]
     finally:
         engine.optimizer.close()

@@ -331,7 +331,7 @@ def _check_what_the_engine_says(engine: Any) -> None:
     assert not hasattr(engine, "offload_states")
     with pytest.raises(AttributeError, match=r"'offload_states'; .*offload_optimizer"):
         _ = engine.offload_states
-    with pytest.raises(AttributeError, match=f"'nothing'; {longshore.Engine.where_else}$"):
+    with pytest.raises(AttributeError, match=f"'nothing'; {longshore.Engine._where_else}$"):
         _ = engine.nothing
 
 
@@ -344,3 +344,40 @@ def test_the_device() -> None:
         initialize(config=file(), device=f"cuda:{count + 3}")
     with pytest.raises(ValueError, match=r"device='gpu' is not a device"):
         initialize(config=file(), device="gpu")
+
+
+def test_nothing_to_train_is_refused() -> None:
+    model = small_model().requires_grad_(False)
+    for more in ({}, {"model_parameters": [{"params": []}]}):
+        with pytest.raises(ValueError, match="nothing to train"):
+            initialize(model=model, config=file(), **more)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({}, TypeError, "needs model="),
+        ({"model": 5}, TypeError, "needs model="),
+        ({"mpu": 1, "config": {}}, TypeError, "needs model="),
+        ({"model": nn.Linear(2, 2), "mpu": 1}, ValueError, "mpu is not supported"),
+    ],
+)
+def test_of_two_mistakes_the_first_argument_is_told(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        longshore.initialize(**wrong)
+
+
+def test_a_configuration_that_is_changed_while_the_engine_is_made_is_seen() -> None:
+    config = file()
+
+    def schedule(optimizer: Any) -> Any:
+        config["gradient_clipping"] = 5.0
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    engine, *_ = initialize(model=small_model(), config=config, lr_scheduler=schedule)
+    try:
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(longshore.LongshoreError, match="was changed after initialize"):
+            engine.step()
+    finally:
+        engine.destroy()

@@ -291,11 +291,14 @@ class Streams:
         if self._begun is None or self._bytes() <= self._begun:
             return 0
         # What a backward raised is held, with what it had under way, until the device's next backward, and autograd's
-        # thread lets go of a graph's last tensors when its caller has gone on already.
-        torch.ones(1, device=device_type(), requires_grad=True).sum().backward()
-        gc.collect()
+        # thread lets go of a graph's last tensors when its caller has gone on already: of what is freed then, some is
+        # found by the collector alone.
         end = time.monotonic() + _LETTING_GO_S
-        while self._bytes() > self._begun and time.monotonic() < end:
+        while True:
+            torch.ones(1, device=device_type(), requires_grad=True).sum().backward()
+            gc.collect()
+            if self._bytes() <= self._begun or time.monotonic() > end:
+                break
             time.sleep(0.01)
         return max(0, self._bytes() - self._begun)
 

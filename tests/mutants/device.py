@@ -102,7 +102,7 @@ MUTANTS = [
     _mutant(
         "a copy to the host does not wait for what still reads its slot",
         "DeviceCopyStream._start",
-        "if isinstance(after, DeviceCopy):\n    self.stream.wait_event(after.event)",
+        "if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):\n    self.stream.wait_event(after.event)",
         "",
         TRANSFER,
     ),
@@ -377,7 +377,7 @@ MUTANTS = [
     _mutant(
         "an input is fetched before it is on the host",
         "DeviceCopyStream.fetch",
-        "if isinstance(after, DeviceCopy | DeviceFetch):\n    self.stream.wait_event(after.event)",
+        "if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):\n    self.stream.wait_event(after.event)",
         "",
         HOST_INPUTS,
     ),
@@ -405,7 +405,7 @@ MUTANTS = [
     _mutant(
         "a fetch that nobody takes keeps nothing",
         "HostInput.fetch",
-        "self._copies.append(self._fetch.end())",
+        "self._copies[1:] = [self._fetch.end()]",
         "",
         HOST_INPUTS,
     ),

@@ -162,6 +162,9 @@ def test_a_transfer_that_would_have_nothing_to_copy_is_refused() -> None:
     transfer = DeviceStreams.__new__(DeviceStreams)
     with pytest.raises(ValueError, match="device='none' copies nothing, and a DeviceStreams was given"):
         Offload(device="none", transfer=transfer)
+    for other in ("cuda", 5, object()):
+        with pytest.raises(ValueError, match="device='none' copies nothing"):
+            Offload(device="none", transfer=other)  # type: ignore[arg-type]
     assert Offload(transfer=transfer).transfer is transfer
 
 

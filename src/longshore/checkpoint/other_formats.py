@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from longshore.checkpoint.folder import check_tag, is_checkpoint, read_latest
+from longshore.checkpoint.folder import LATEST, check_tag, is_checkpoint, open_regular
 from longshore.errors import CheckpointError
 
 _DEEPSPEEDS = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_LONGEST_LATEST = 4096
 _TORCHS = ".metadata"
 """File of a checkpoint of ``torch.distributed.checkpoint``, beside which are files ``*.distcp``."""
 
@@ -34,11 +35,17 @@ def check_not_others(root: Path, tag: str | None) -> None:
 def is_deepspeed(source: Path, tag: str | None) -> bool:
     """Return whether DeepSpeed wrote the checkpoint with that tag (None: the one that ``latest`` names)."""
     try:
-        tag = read_latest(source) if tag is None else check_tag(tag)
-        names = [] if tag is None else [path.name for path in (source / tag).iterdir()]
-    except (ValueError, OSError):
+        folder = source / check_tag(_latest_in(source) if tag is None else tag)
+        names = [path.name for path in folder.iterdir()]
+    except (CheckpointError, ValueError, OSError):
         return False
-    return any(map(_DEEPSPEEDS.fullmatch, names)) and not is_checkpoint(source / str(tag))
+    return any(map(_DEEPSPEEDS.fullmatch, names)) and not is_checkpoint(folder)
+
+
+def _latest_in(source: Path) -> str:
+    """Return the tag in ``latest``, around which there may be blanks."""
+    with open_regular(source / LATEST) as file:
+        return file.read(_LONGEST_LATEST).decode().strip()
 
 
 def check_not_deepspeeds(root: Path, tag: str | None) -> None:

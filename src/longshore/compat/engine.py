@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +21,13 @@ from longshore.compat.config.watch import ConfigWatch
 from longshore.engine.config import load_config
 from longshore.seam import (
     DTYPES,
+    Answer,
     Binding,
     Ranks,
     TiledOptimizer,
     TrainingLoader,
     WrapPolicy,
+    check_model,
     data_ranks,
     is_sharded,
     make,
@@ -81,16 +84,22 @@ class Engine(CoreEngine):
     one that the model has sets it there; parts of the engine and values of its configuration cannot be assigned.
     """
 
-    where_else = (
+    _where_else = (
         "settings are in engine.config, and docs/from_deepspeed.md lists the names of DeepSpeed's engine that this one "
         "has"
     )
 
     def __init__(
-        self, module: nn.Module, optimizer: TiledOptimizer, config: Config, ranks: Ranks, binding: Binding
+        self,
+        module: nn.Module,
+        optimizer: TiledOptimizer,
+        config: Config,
+        ranks: Ranks,
+        binding: Binding,
+        given: Any = None,
     ) -> None:
         super().__init__(module, optimizer, config, ranks, binding)
-        self._given = ConfigWatch({})
+        self._given = ConfigWatch(given if isinstance(given, Mapping) else {})
         self._file: Mapping[str, Any] = {}
         """Content of a DeepSpeed file, where DeepSpeed's names are to be answered by it."""
         self._client_name = ""
@@ -205,7 +214,7 @@ class Engine(CoreEngine):
         if (sharded := sharded_store(self.optimizer)) is not None:
             sharded.ownership.before_publishing()
 
-    @property
+    @Answer
     def is_compiled(self) -> bool:
         return getattr(self.module, "_compiled_call_impl", None) is not None
 
@@ -227,34 +236,34 @@ class Engine(CoreEngine):
         """Return the betas, or the momentum, of each group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
-    @property
+    @Answer
     def loss_scale(self) -> CallableFloat:
         """Factor by which a loss is multiplied before backward, 1.0 without a scaler; it may also be called."""
         return CallableFloat(self.loss_scaling.value)
 
     cur_scale = loss_scale
 
-    @property
+    @Answer
     def local_rank(self) -> int:
         """Index of this rank on its machine."""
         return self.ranks.local_rank
 
-    @property
+    @Answer
     def global_rank(self) -> int:
         """Index of this rank in the run."""
         return self.ranks.rank
 
-    @property
+    @Answer
     def dp_world_size(self) -> int:
         """Number of ranks that run different batches."""
         return self._window.sizes.world_size
 
-    @property
+    @Answer
     def mp_world_size(self) -> int:
         """Number of ranks that run each batch together."""
         return self.ranks.world_size // self._window.sizes.world_size
 
-    @property
+    @Answer
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None for one rank that needs no group."""
         return self.ranks.group
@@ -266,7 +275,7 @@ class Engine(CoreEngine):
         parameters = DTYPES[self.config.dtype] if self.config.dtype else torch.float32
         return parameters, DTYPES[self.config.accumulation_dtype]
 
-    @property
+    @Answer
     def communication_data_type(self) -> torch.dtype:
         """Dtype in which gradients travel between ranks."""
         name = self.config.communication_dtype
@@ -413,10 +422,11 @@ def initialize(
     """
     engine = make_by_file(
         Engine,
-        only((config, config_params, getattr(args, "deepspeed_config", None))),
+        (config, config_params, getattr(args, "deepspeed_config", None)),
         model,
-        environ=_environ(distributed_port, dist_init_required),
-        unsupported={"mpu": mpu, "mesh_param": mesh_param},
+        distributed_port,
+        dist_init_required,
+        {"mpu": mpu, "mesh_param": mesh_param},
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
@@ -432,31 +442,34 @@ def initialize(
 
 def make_by_file(
     kind: type[E],
-    config: Any,
+    configs: Iterable[Any],
     model: nn.Module | None,
-    *,
-    environ: Mapping[str, str] = os.environ,
+    port: int | None,
+    required: bool | None,
     unsupported: Mapping[str, Any],
+    *,
     optimizer: Any,
+    given: Any = None,
     **arguments: Any,
 ) -> E:
-    """Make an engine of this class by a file, its content, or a :class:`longshore.Config`.
+    """Make an engine of this class by the only one of ``configs``: a file, its content, or a :class:`longshore.Config`.
 
     Args:
-        environ: the variables that identify this rank.
+        port, required: ``distributed_port`` and ``dist_init_required``.
         unsupported: arguments that have to be None, by name.
+        given: the mapping that is watched for changes, if it is another one than the configuration.
         optimizer, arguments: those of the core's ``make``.
     """
+    checked = check_model(model)
     for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    environ = _environ(port, required)
+    config, ranks = _only(configs), data_ranks(checked, environ)
     # Read before the ranks meet, so that a mistake in a file is reported without waiting for the others.
-    ranks = data_ranks(model, environ)
     loaded = load_config(config, world_size=ranks, needs_optimizer=optimizer is None)
-    assert model is not None  # data_ranks() refuses it
-    engine = make(model, loaded.config, optimizer, environ=environ, notes=loaded.notes, kind=kind, **arguments)
-    engine._given = ConfigWatch(config if isinstance(config, Mapping) else {})
-    return engine
+    watching = functools.partial(kind, given=config if given is None else given)
+    return make(checked, loaded.config, optimizer, environ=environ, notes=loaded.notes, kind=watching, **arguments)
 
 
 def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
@@ -468,12 +481,7 @@ def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
     return with_port(port)
 
 
-def only(configs: Iterable[Any]) -> Any:
-    """Return the configuration among the arguments that may be one.
-
-    Raises:
-        ValueError: there is none, or several.
-    """
+def _only(configs: Iterable[Any]) -> Any:
     given = [config for config in configs if config is not None]
     if len(given) != 1:
         raise ValueError(

@@ -24,12 +24,12 @@ class CallError(LongshoreError, AssertionError):
 class DeepSpeedEngine(Engine):
     """:class:`longshore.Engine` with the names of the file, which rejects the calls that DeepSpeed rejects."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._inside = ""
         """Name of the context that accumulates gradients now."""
 
-    def answer_by(self, config: Any, optimizer: Any) -> None:
+    def _answer_by(self, config: Any, optimizer: Any) -> None:
         """Answer with the values of a file.
 
         Args:

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from longshore import Config, ConfigError
 from longshore.compat.config.load import read_config
-from longshore.compat.config.watch import ConfigWatch
 from longshore.compat.configuration import for_evaluation
 from longshore.compat.distributed import init_distributed
-from longshore.compat.engine import Initialized, make_by_file, only
+from longshore.compat.engine import Initialized, make_by_file
 from longshore.compat.engine_calls import DeepSpeedEngine, EvaluationEngine, refuse_leaves_without_gradients
 from longshore.compat.zero import note_leaves, policy_for
 
@@ -52,9 +51,12 @@ def initialize(
         ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    source, config = read_config(only((config, config_params, getattr(args, "deepspeed_config", None))))
-    whole = config
-    config = _without(config, "optimizer", "optimizer=", optimizer)
+    configs = [config_params if config is None else config, getattr(args, "deepspeed_config", None)]
+    source, whole = "config", configs[0]
+    if len(given := [each for each in configs if each is not None]) == 1:
+        source, whole = read_config(given[0])
+        configs = [whole]
+    config = _without(whole, "optimizer", "optimizer=", optimizer)
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
     if isinstance(optimizer, Optimizer):
         model_parameters = None
@@ -66,9 +68,12 @@ def initialize(
     with _errors_of(source):
         engine = make_by_file(
             EvaluationEngine if evaluates else DeepSpeedEngine,
-            _measuring(config),
+            [_measuring(config), *configs[1:]],
             model,
-            unsupported={"mpu": mpu, "mesh_param": mesh_param},
+            None,
+            None,
+            {"mpu": mpu, "mesh_param": mesh_param},
+            given=whole,
             optimizer=optimizer if evaluates else passed.optimizer,
             model_parameters=model_parameters,
             training_data=training_data,
@@ -76,8 +81,7 @@ def initialize(
             collate_fn=collate_fn,
             wrap_policy=policy_for(model, config),
         )
-    engine._given = ConfigWatch(whole if isinstance(whole, Mapping) else {})
-    engine.answer_by(config, optimizer)
+    engine._answer_by(config, optimizer)
     if evaluates:
         kept: Any = None
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -24,15 +25,27 @@ _INSTEAD_OF_ASSIGNING = {
 }
 
 
+class Answer:
+    """A read-only attribute that is worked out when it is read. Unlike a property, it lets a function be put in its
+    place, as a method does: scripts and tests wrap the engine's answers."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, engine: Any, kind: Any = None) -> Any:
+        return self if engine is None else self.read(engine)
+
+
 class EngineAttributes(nn.Module):
     """Looks up names of the model, and sees every assignment or refuses it.
 
     Attributes:
-        where_else: the end of the error about a name that neither the engine nor the model has.
+        _where_else: the end of the error about a name that neither the engine nor the model has.
         built: whether the engine has all of its own attributes; what is assigned then is the user's.
     """
 
-    where_else: ClassVar[str] = "settings are in engine.config"
+    _where_else: ClassVar[str] = "settings are in engine.config"
     built = False
 
     def __getattr__(self, name: str) -> Any:
@@ -42,7 +55,7 @@ class EngineAttributes(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
                 raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}; {self.where_else}"
+                    f"{type(self).__name__!r} object has no attribute {name!r}; {self._where_else}"
                 ) from None
         return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
 
@@ -59,7 +72,7 @@ class EngineAttributes(nn.Module):
             instead = _FIXED[name]
             raise AttributeError(f"engine.{name} cannot be assigned; {instead}")
         of_class = getattr(type(self), name, None)
-        is_method = callable(of_class) or isinstance(of_class, property)
+        is_method = callable(of_class) or isinstance(of_class, Answer)
         if is_method and not callable(value):  # a function may wrap the method: those who call it call the function
             instead = _INSTEAD_OF_ASSIGNING.get(name, "set it in the configuration, before initialize()")
             raise AttributeError(f"engine.{name} cannot be assigned, and what it says would stay; {instead}")

@@ -49,7 +49,7 @@ class Engine(EngineAttributes):
         self.ranks = ranks
         self.loss_scaling = make_loss_scale(config.loss_scaling)
         self.binding = binding
-        # Set by initialize().
+        # Set by make().
         self._stream: Stream | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None

@@ -71,20 +71,21 @@ def make(
     device: str | torch.device | None = None,
     environ: Mapping[str, str] | None = None,
     notes: Iterable[str] = (),
-    kind: type[E] = Engine,
+    kind: Callable[..., E] = Engine,
 ) -> E:
     """Make an engine, under any launcher or in an existing process group; its arguments are ``longshore.initialize``'s.
 
     Args:
         environ: the variables that identify this rank. None: the process's.
         notes: sentences about the configuration that rank 0 shows as warnings.
-        kind: the engine's class.
+        kind: makes the engine: its class, or a function with the same arguments.
 
     Raises:
         ConfigError: the configuration is wrong; the message lists all problems.
         ValueError, TypeError: an argument, named in the message, is not supported.
     """
     environ = os.environ if environ is None else environ
+    check_model(model)
     config = checked_config(config, data_ranks(model, environ), needs_optimizer=optimizer is None)
     check_installed(config)
     ranks, settings = join(device=device, environ=environ), _with_states_of(offload, config)
@@ -163,18 +164,17 @@ def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.Path
     return weights
 
 
-def data_ranks(model: Any, environ: Mapping[str, str]) -> int:
-    """Return how many ranks run different batches.
-
-    Raises:
-        TypeError, ValueError: the model is none, or something trains it already; or the variables contradict each
-            other.
-    """
-    _check_model(model)
+def data_ranks(model: nn.Module, environ: Mapping[str, str]) -> int:
+    """Return how many ranks run different batches; raise ValueError if the variables contradict each other."""
     return max(1, expected_world_size(environ) // tensor_parallel_size(model))
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> nn.Module:
+    """Return the model if an engine can train it.
+
+    Raises:
+        TypeError, ValueError: it is none, or something trains it already.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
     if streams := streams_of(model.parameters()):
@@ -190,6 +190,7 @@ def _check_model(model: Any) -> None:
                 f"{which} is a {kind}, which reduces gradients itself, as the engine does: give initialize() the "
                 "module inside it"
             )
+    return model
 
 
 def _store_factory(
@@ -238,17 +239,20 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
 
 def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer, and discard gradients that another loop has left (law 2)."""
+    records = optimizer._core.records
     # Buckets are filled in this order. Another order on some rank, such as that of set(model.parameters()), would add
     # up gradients of different parameters.
     order = {
         "order of the optimizer's parameters": (
-            f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records
+            f"{record.name} {list(record.shape)} {record.dtype}" for record in records
         ),
         "division into groups": (str(len(group["params"])) for group in optimizer.param_groups),
     }
     duty = "give its optimizer the same parameters in the same order (a list, never a set) and groups"
     _check_same(order, ranks, duty)
-    left = [record for record in optimizer._core.records if record.has_gradient]
+    if not records:
+        raise ValueError("the optimizer has no parameters, so that there is nothing to train: thaw some before")
+    left = [record for record in records if record.has_gradient]
     for record in left:
         put_gradient(record, None)
     if left:

@@ -116,14 +116,14 @@ class Weights:
             warnings.warn(
                 f"{self.path} has no {', '.join(kept[:3])} ({len(kept)} buffers, which state_dict() has): they keep "
                 "the values that the model initialised",
-                stacklevel=5,
+                stacklevel=7,  # of the script, by way of a door
             )
         unread = sorted(self._file_of.keys() - self._names.values() - buffers.keys())
         if unread:
             warnings.warn(
                 f"{len(unread)} tensors of {self.path} are in no place of the model and are not read: "
                 f"{several(unread)}",
-                stacklevel=5,
+                stacklevel=7,  # of the script, by way of a door
             )
 
     # -- reading ------------------------------------------------------------------

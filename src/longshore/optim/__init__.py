@@ -1,4 +1,4 @@
-"""``torch.optim.Optimizer`` drop-ins built from a store and a transfer."""
+"""``torch.optim.Optimizer`` drop-ins built from a store and copy streams."""
 
 from longshore.optim.muon_groups import muon_groups
 from longshore.optim.offload import Offload

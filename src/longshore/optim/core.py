@@ -30,7 +30,7 @@ from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
-from longshore.tiles import Breakage, Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
+from longshore.tiles import Breakage, Forecast, ParameterStep, ParameterStore, Ranges, Recorder, annotating, debugging
 
 
 class OptimizerCore:
@@ -94,7 +94,7 @@ class OptimizerCore:
         if self._source is not None:
             return self._source
         if not self.empty:
-            raise ValueError("the optimizer has no parameters with a shape yet")
+            raise ValueError("the optimizer has no parameters: run a model with lazy ones once before")
         if self._nothing is None:
             self._nothing = self._source_on(torch.device("cpu"))
         return self._nothing
@@ -169,8 +169,12 @@ class OptimizerCore:
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
             self._source = self._source_on(records[0].device)
-            if annotating():
-                self._source.store.set_recorders([Ranges()])
+            recorders: list[Recorder] = [Ranges()] if annotating() else []
+            if self._nothing is not None:
+                recorders += self._nothing.store.recorders
+                self._nothing.close()
+                self._nothing = None
+            self._source.store.set_recorders(recorders)
             self._source.store.foresee(_OptimizerForecast(self))
         self._name_states(self._source.store)
         self._source.register(records)
@@ -200,7 +204,7 @@ class OptimizerCore:
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.recorders)
             if fresh.store.local.streams is self._source.store.local.streams:
-                self._source.remove_hooks()  # both use the transfer that the user gave
+                self._source.remove_hooks()  # both use the copy streams that the user gave
             else:
                 self.close()
             self._source.replaced_by = fresh._source

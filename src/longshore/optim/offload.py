@@ -28,7 +28,7 @@ from longshore.layout import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
-from longshore.transfer import CopyStreams, DeviceStreams, streams_for
+from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for
 
 
 class StoreFactory(ABC):
@@ -170,7 +170,8 @@ class Offload(StoreFactory):
                 f"ratio says how much of the state is on the host, and device='none' leaves none there: leave ratio "
                 f"{ratio:g} out, or use device='cpu'"
             )
-        if self.device == "none" and isinstance(self.transfer, DeviceStreams):
+        copies_nothing = self.transfer is None or type(self.transfer) is CopyStreams
+        if self.device == "none" and not copies_nothing and not isinstance(self.transfer, SimulatedTransfer):
             raise ValueError(
                 f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
                 "leave transfer out, or use device='cpu'"

@@ -51,8 +51,9 @@ class DeviceCopy(Copy):
 
     def let_go(self) -> None:
         """Keep the source no longer: torch frees its memory once the copy is over. The caller keeps the target."""
-        if not self.done() and self._kept is not None and isinstance(self._kept[0], Tensor):
-            self._kept[0].record_stream(self._stream)
+        kept = self._kept  # which another thread may set to None meanwhile
+        if not self.done() and kept is not None and isinstance(kept[0], Tensor):
+            kept[0].record_stream(self._stream)
             self._kept = None
 
 
@@ -69,17 +70,17 @@ def _around(
     return ended, (begun, ended)
 
 
-class ReachedEvent(Copy):
-    """Handle of a copy that keeps neither of its tensors: it says when both may be written again."""
+class CopyEnd(Copy):
+    """The end of a copy, which keeps neither of its tensors: it says when both may be written again."""
 
     def __init__(self, event: torch.Event) -> None:
-        self._event = event
+        self.event = event
 
     def done(self) -> bool:
-        return self._event.query()
+        return self.event.query()
 
     def wait(self) -> None:
-        wait_for(self._event)
+        wait_for(self.event)
 
 
 class DeviceFetch(Fetch):
@@ -124,7 +125,7 @@ class DeviceFetch(Fetch):
 
     def end(self) -> Copy:
         """Return a handle of the copy's end, which keeps no tensor."""
-        return ReachedEvent(self.event)
+        return CopyEnd(self.event)
 
     def reach(self) -> Tensor:
         assert self._kept is not None
@@ -168,7 +169,7 @@ class DeviceCopyStream(CopyStream):
             # Only the device waits for these events; the host goes on at once.
             for mark in ready:
                 self.stream.wait_event(mark)
-            if isinstance(after, DeviceCopy):
+            if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):
                 self.stream.wait_event(after.event)
             event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
         # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
@@ -179,11 +180,11 @@ class DeviceCopyStream(CopyStream):
 
     def fetch(self, source: Tensor, target: Tensor, whole: Tensor, after: Copy | None = None) -> DeviceFetch:
         """Copy ``source``, in pinned memory, to ``target``, a part of ``whole``, once ``after`` is done; nothing limits
-        these copies. The current stream is the one on which both were allocated."""
+        these copies. The current stream is the one on which ``whole`` was allocated."""
         home = self._current()
         # Work that is enqueued on the current stream may still use what was in this memory before.
         self.stream.wait_event(home.record_event())
-        if isinstance(after, DeviceCopy | DeviceFetch):
+        if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):
             self.stream.wait_event(after.event)
         with current_stream_is(self.stream), torch.no_grad():
             event, timed = _around(self.stream, self.times_copies, lambda: target.copy_(source, non_blocking=True))
