@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.report import Row, at_least, at_most
 from benchmarks.timing import least_ratio, paired_ratio
-from longshore.kernels import Coding, EncodedBuffer, HostKernels, Rule, Scale, StateFormat, TileSegment, new_buffer
+from longshore.kernels import EncodedBuffer, HostKernels, Rule, Scale, TileSegment, new_buffer
+from longshore.layout.formats import Coding, StateFormat
 from longshore.tiles.memory import allocate_zeros
 
 BYTES_PER_PARAMETER = {StateFormat.BF16: 20.0, StateFormat.EIGHT_BIT: 16.25}

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.host_step import RULE
-from longshore.kernels import Coding, EncodedBuffer, HostKernels, InstructionSet, Scale, StateFormat, TileSegment
+from longshore.kernels import EncodedBuffer, HostKernels, InstructionSet, Scale, TileSegment
 from longshore.kernels import new_buffer as make_buffer
-from longshore.kernels.formats import BLOCK_NUMEL
+from longshore.layout.formats import BLOCK_NUMEL, Coding, StateFormat
 from longshore.tiles.memory import allocate_zeros
 
 BLOCKS = 201

@@ -12,7 +12,7 @@ from benchmarks.host_step import CLIP_SCALE, RULE, Arrays
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
 from longshore.kernels import HostKernels, Scale, TileSegment
-from longshore.layout import default_tile_numel
+from longshore.layout.tiles import default_tile_numel
 
 PART = "tile sizes"
 

@@ -20,7 +20,7 @@ NUMEL = 4096  # of each array; whole vectors, since torch rounds its scalar tail
 IMPORT_LIMIT_S = 0.3
 TORCH_ROUNDS_ALIKE = platform.machine() == "x86_64"  # docs/arithmetic.md
 FLOAT32 = 1
-FLOAT32_STATES = 0  # longshore.kernels.formats.StateFormat.code
+FLOAT32_STATES = 0  # longshore.layout.formats.StateFormat.code
 
 
 def native_module() -> Any:

@@ -24,7 +24,7 @@ LIMITS = ROOT / "scripts" / "shape.json"
 
 OUTER = ("compat", "integrations", "plan", "report", "tracing", "cli")
 """Doors, which have others' words for our calls, and tools, which read and never step."""
-WITHOUT_OTHERS = ("optim", "tiles", "sharding", "kernels", "transfer", "streaming", "layout.py")
+WITHOUT_OTHERS = ("optim", "tiles", "sharding", "kernels", "transfer", "streaming", "layout")
 POLICIES = (
     *("TileStore", "ShardedStore", "Offload", "StoreFactory", "TiledOptimizer", "MatrixRule", "MuonConfig"),
     *("KeptGradients", "ReleasedGradients", "HostKernels", "EncodedBuffer"),

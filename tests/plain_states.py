@@ -10,18 +10,9 @@ from torch import Tensor, nn
 
 from longshore.kernels import Rule, Scale
 from longshore.kernels.buffers import EncodedBuffer, new_buffer
-from longshore.kernels.formats import (
-    NEVER_NEGATIVE,
-    SIGNED,
-    UNSIGNED,
-    Coding,
-    StateFormat,
-    decode_bytes,
-    encode_bytes,
-    parse_state_format,
-    stream_of,
-)
+from longshore.kernels.formats import SIGNED, UNSIGNED, decode_bytes, encode_bytes
 from longshore.kernels.reference import encoded_step
+from longshore.layout.formats import NEVER_NEGATIVE, Coding, StateFormat, parse_state_format, stream_of
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule

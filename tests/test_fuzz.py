@@ -18,7 +18,7 @@ from ranks import Ranks
 
 import longshore
 from longshore.checkpoint.optimizer_state import OptimizerState
-from longshore.kernels.formats import stream_of
+from longshore.layout.formats import stream_of
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import KeptGradients
 from longshore.optim.rules.muon import MomentumRule

@@ -94,7 +94,7 @@ def test_what_belongs_is_not_foreign(tmp_path: Path) -> None:
         "longshore/kernels/_native.o",
         "longshore/optim/__pycache__/rules.cpython-312.pyc",
         "longshore-1.2.3.data/scripts/tool",
-        "tests/test_layout.py",
+        "tests/layout/test_tiles.py",
     ],
 )
 def test_foreign_to_a_wheel(tmp_path: Path, name: str) -> None:

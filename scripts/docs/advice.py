@@ -305,7 +305,7 @@ SECTIONS = (
         "Inside",
         "Nobody meets these who does not call `longshore.kernels` and its like directly. Otherwise it is a bug in "
         "longshore: please report it.",
-        ("kernels/", "transfer/", "tiles/", "layout.py", "errors.py"),
+        ("kernels/", "transfer/", "tiles/", "layout/", "errors.py"),
         "Report it.",
     ),
 )

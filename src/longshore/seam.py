@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from longshore.byte_sizes import parse_byte_size as parse_byte_size
     from longshore.byte_sizes import parse_memory_budget as parse_memory_budget
     from longshore.byte_sizes import parse_scaled as parse_scaled
-    from longshore.checkpoint.boxes import Box as Box
     from longshore.checkpoint.boxes import SavedBoxes as SavedBoxes
     from longshore.checkpoint.export import export as export
     from longshore.checkpoint.export import whole_state_dict as whole_state_dict
@@ -136,15 +135,20 @@ if TYPE_CHECKING:
     from longshore.kernels import SUPPORTED_DTYPES as SUPPORTED_DTYPES
     from longshore.kernels import Buffer as Buffer
     from longshore.kernels import HostKernels as HostKernels
-    from longshore.kernels import StateFormat as StateFormat
     from longshore.kernels import TileSegment as TileSegment
     from longshore.kernels import element_bytes as element_bytes
     from longshore.kernels import newton_schulz as newton_schulz
-    from longshore.kernels import parse_state_format as parse_state_format
-    from longshore.layout import MatrixLayout as MatrixLayout
-    from longshore.layout import TileCount as TileCount
-    from longshore.layout import count_tiles as count_tiles
-    from longshore.layout import default_tile_numel as default_tile_numel
+    from longshore.layout.boxes import Box as Box
+    from longshore.layout.divisions import chunk as chunk
+    from longshore.layout.divisions import fill_buckets as fill_buckets
+    from longshore.layout.divisions import shard_numel_of as shard_numel_of
+    from longshore.layout.divisions import shard_parts as shard_parts
+    from longshore.layout.formats import StateFormat as StateFormat
+    from longshore.layout.formats import parse_state_format as parse_state_format
+    from longshore.layout.tiles import MatrixLayout as MatrixLayout
+    from longshore.layout.tiles import TileCount as TileCount
+    from longshore.layout.tiles import count_tiles as count_tiles
+    from longshore.layout.tiles import default_tile_numel as default_tile_numel
     from longshore.machine import available_bytes as available_bytes
     from longshore.machine import start as start
     from longshore.machine import text_of as text_of
@@ -172,10 +176,6 @@ if TYPE_CHECKING:
     from longshore.sharding import sharded_store as sharded_store
     from longshore.sharding.fsdp import FullyShardedModel as FullyShardedModel
     from longshore.sharding.fsdp import sharded_of as sharded_of
-    from longshore.sharding.layout import chunk as chunk
-    from longshore.sharding.layout import fill_buckets as fill_buckets
-    from longshore.sharding.layout import shard_numel_of as shard_numel_of
-    from longshore.sharding.layout import shard_parts as shard_parts
     from longshore.sharding.matrices import batched as batched
     from longshore.sharding.matrices import owners_of as owners_of
     from longshore.sharding.ownership import DEVICE_GATHER_NUMEL as DEVICE_GATHER_NUMEL
@@ -237,7 +237,7 @@ HOMES = {
     "longshore": "engine machine",
     "longshore.accelerator": "DeviceClock Mark accelerator_type",
     "longshore.byte_sizes": "format_byte_size parse_byte_size parse_memory_budget parse_scaled",
-    "longshore.checkpoint.boxes": "Box SavedBoxes",
+    "longshore.checkpoint.boxes": "SavedBoxes",
     "longshore.checkpoint.export": "export whole_state_dict",
     "longshore.checkpoint.files": "SAVED_DTYPES checked checked_entry replace_file",
     "longshore.checkpoint.folder": "LATEST WholeCheckpoint check_tag is_checkpoint read_latest remove_all",
@@ -277,9 +277,11 @@ HOMES = {
     "longshore.engine.setup": "check_model data_ranks make",
     "longshore.engine.weights": "first_weights",
     "longshore.engine.wording": "did_you_mean shown",
-    "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES StateFormat TileSegment element_bytes newton_schulz "
-    "parse_state_format",
-    "longshore.layout": "MatrixLayout TileCount count_tiles default_tile_numel",
+    "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES TileSegment element_bytes newton_schulz",
+    "longshore.layout.boxes": "Box",
+    "longshore.layout.divisions": "chunk fill_buckets shard_numel_of shard_parts",
+    "longshore.layout.formats": "StateFormat parse_state_format",
+    "longshore.layout.tiles": "MatrixLayout TileCount count_tiles default_tile_numel",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
     "longshore.optim.other_name": "IN_PLACE_OF stands_for",
@@ -294,7 +296,6 @@ HOMES = {
     "longshore.optim.wrapped_names": "counterparts",
     "longshore.sharding": "sharded_store",
     "longshore.sharding.fsdp": "FullyShardedModel sharded_of",
-    "longshore.sharding.layout": "chunk fill_buckets shard_numel_of shard_parts",
     "longshore.sharding.matrices": "batched owners_of",
     "longshore.sharding.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
     "longshore.sharding.presence": "presence words",

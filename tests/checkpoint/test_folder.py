@@ -25,13 +25,14 @@ from torch import Tensor
 
 from longshore.checkpoint import folder as folder_module
 from longshore.checkpoint import replacing
-from longshore.checkpoint.boxes import Box, BoxReader, SavedBoxes, WantedBoxes
+from longshore.checkpoint.boxes import BoxReader, SavedBoxes, WantedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Content, Target, write
 from longshore.checkpoint.training_state import find
 from longshore.checkpoint.values import Values, read_values
 from longshore.errors import CheckpointError, RankError
+from longshore.layout.boxes import Box
 
 NUMEL = 1000
 TENSORS = "model-00000-of-00001.safetensors"

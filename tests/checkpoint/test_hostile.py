@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import resume_cases as cases
-from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes, parsed_metadata
+from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes, parsed_metadata
 from longshore.checkpoint.files import is_file_name, read_json
 from longshore.checkpoint.folder import MANIFEST
 from longshore.checkpoint.optimizer_state import checked_about
@@ -31,6 +31,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.training_state import find
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
+from longshore.layout.boxes import Box
 
 TAG = "victim"
 STATE, RANK = "state", "rank-00000"

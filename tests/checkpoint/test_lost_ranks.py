@@ -14,12 +14,13 @@ import torch
 
 from longshore.checkpoint import folder as folder_module
 from longshore.checkpoint import saving
-from longshore.checkpoint.boxes import Box, SavedBoxes
+from longshore.checkpoint.boxes import SavedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Content, Target, write
 from longshore.checkpoint.values import Values
 from longshore.errors import RankError
+from longshore.layout.boxes import Box
 
 NUMEL = 1000
 

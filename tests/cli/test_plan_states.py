@@ -9,7 +9,7 @@ import torch
 
 from longshore.cli.plan import PlanSettings
 from longshore.engine.config import load_config
-from longshore.kernels import StateFormat
+from longshore.layout.formats import StateFormat
 
 GPU = ("--gpu", "h200", "--host-memory", "2TB", "--host-bandwidth", "400GB/s", "--link", "50GB/s")
 FORMATS = tuple(each.value for each in StateFormat)

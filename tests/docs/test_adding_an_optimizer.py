@@ -164,7 +164,7 @@ def _names_in(path: Path) -> set[str]:
         ("tests/kernels/test_encoded.py", "by_name"),
         ("native/tests/step_support.h", "kEntry"),
         ("tests/support.py", "Kind KINDS"),
-        ("src/longshore/kernels/formats.py", "NEVER_NEGATIVE"),
+        ("src/longshore/layout/formats.py", "NEVER_NEGATIVE"),
         ("src/longshore/engine/config/optimizers.py", "_FIELDS"),
         ("src/longshore/__init__.py", "_HOMES"),
         ("native/rules.inl", "kRules kNeverNegative mask_of choose"),

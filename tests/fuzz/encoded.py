@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fuzz.plain import Twin, kind_of
 from longshore.kernels.buffers import EncodedBuffer, new_buffer
-from longshore.kernels.formats import NEVER_NEGATIVE, Coding, StateFormat, parse_state_format, stream_of
 from longshore.kernels.reference import encoded_step
+from longshore.layout.formats import NEVER_NEGATIVE, Coding, StateFormat, parse_state_format, stream_of
 
 
 class EncodedTwin(Twin):

@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from longshore.kernels import Rule, StateFormat, triton_rules
+from longshore.kernels import Rule, triton_rules
+from longshore.layout.formats import StateFormat
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule

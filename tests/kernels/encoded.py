@@ -7,8 +7,8 @@ from torch import Tensor
 
 from longshore.kernels import UNSCALED, Rule, Scale, TileSegment
 from longshore.kernels.buffers import EncodedBuffer, new_buffer
-from longshore.kernels.formats import BLOCK_NUMEL, NEVER_NEGATIVE, StateFormat
 from longshore.kernels.reference import encoded_step
+from longshore.layout.formats import BLOCK_NUMEL, NEVER_NEGATIVE, StateFormat
 from tests.kernels.numbers import ZEROS_AND_DENORMALS, awkward, same_bits
 
 

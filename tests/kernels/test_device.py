@@ -16,8 +16,8 @@ from torch import Tensor
 
 from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Outputs, Rule, Scale, TileSegment
 from longshore.kernels.buffers import EncodedBuffer, block_of, new_buffer
-from longshore.kernels.formats import BLOCK_NUMEL, NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.kernels.reference import checksum, checksums, float32_bytes
+from longshore.layout.formats import BLOCK_NUMEL, NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule

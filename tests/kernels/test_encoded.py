@@ -25,17 +25,8 @@ from longshore.kernels import (
 )
 from longshore.kernels.base import DTYPE_CODES
 from longshore.kernels.buffers import EncodedBuffer
-from longshore.kernels.formats import (
-    BLOCK_NUMEL,
-    NEVER_NEGATIVE,
-    SIGNED,
-    UNSIGNED,
-    Coding,
-    StateFormat,
-    random_bits,
-    rounding_key,
-    stream_of,
-)
+from longshore.kernels.formats import SIGNED, UNSIGNED, random_bits, rounding_key
+from longshore.layout.formats import BLOCK_NUMEL, NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.encoded import copy_of, empty_buffer, encoded_buffer, of_all_kinds, same_buffers, step_part

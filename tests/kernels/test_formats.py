@@ -11,23 +11,25 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.formats import (
-    BLOCK_NUMEL,
-    EIGHT_BIT_LEAST_NUMEL,
     LEAST_EXPONENT,
     SIGNED,
     UNSIGNED,
     ByteCode,
-    Coding,
-    StateFormat,
     decode_bfloat16,
     decode_bytes,
     encode_bfloat16,
     encode_bytes,
-    parse_state_format,
     random_bits,
     rounding_key,
-    stream_of,
     table_of,
+)
+from longshore.layout.formats import (
+    BLOCK_NUMEL,
+    EIGHT_BIT_LEAST_NUMEL,
+    Coding,
+    StateFormat,
+    parse_state_format,
+    stream_of,
 )
 from tests.kernels.numbers import LARGEST, awkward, same_bits, same_numbers
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import SUPPORTED_DTYPES, DeviceKernels, HostKernels, Outputs, Rule, TileSegment, TorchRule
-from longshore.kernels.formats import NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.kernels.reference import rule_output
+from longshore.layout.formats import NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.sgd import SGDRule

@@ -12,7 +12,7 @@ from support import PlainLoop, batch, small_model
 from torch import Tensor, nn
 
 import longshore
-from longshore.layout import SegmentLayout
+from longshore.layout.tiles import SegmentLayout
 
 pytestmark = pytest.mark.gpu
 

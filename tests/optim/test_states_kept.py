@@ -15,7 +15,7 @@ from support import KINDS, Kind, same_weights
 from torch import nn
 
 import longshore
-from longshore.kernels.formats import BLOCK_NUMEL
+from longshore.layout.formats import BLOCK_NUMEL
 
 
 def both(kind: Kind, states: str, dtype: torch.dtype = torch.bfloat16, steps: int = 3) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from longshore.byte_sizes import format_byte_size
 from longshore.engine.config import load_config
-from longshore.kernels import StateFormat
+from longshore.layout.formats import StateFormat
 from longshore.plan import page
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use, configuration
 from longshore.plan.layout import lay_out

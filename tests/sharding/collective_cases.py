@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import RankError
+from longshore.layout.divisions import plan_buckets
 from longshore.sharding import reduction as module
 from longshore.sharding import waiting as module_of_waits
 from longshore.sharding.agreement import Action, Agreement, Statement, agreement_of
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.layout import plan_buckets
 from longshore.sharding.ownership import Ownership, Replicated
 from longshore.sharding.reduction import reduce_shard
 from longshore.sharding.twin_groups import Twins, timeout_of, twin_of, twins_of

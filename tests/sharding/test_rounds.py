@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.sharding.layout import Bucket, plan_buckets
+from longshore.layout.divisions import Bucket, plan_buckets
 from longshore.sharding.rounds import PendingGradients, Round
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiles.test_store import BF16, EXP_AVG, EXP_AVG_SQ, STAGED, Training, train
 
-from longshore import layout
 from longshore.errors import GradientError
 from longshore.kernels import HostKernels
+from longshore.layout import tiles as layout
 from longshore.tiles import BackendSettings, TileStore, parcels
 from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.transfer import Bundle, Copy, SimulatedTransfer

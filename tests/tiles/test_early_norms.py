@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longshore.kernels import UNSCALED, HostKernels, Scale
-from longshore.layout import plan_tiles
+from longshore.layout.tiles import plan_tiles
 from longshore.tiles import BackendSettings, TileStore
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.tile import Tile, TileEvent

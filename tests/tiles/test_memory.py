@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.layout import SegmentLayout
+from longshore.layout.tiles import SegmentLayout
 from longshore.tiles.memory import BufferKind, BufferPool, allocate_zeros, allocator_on, cut_slots
 from longshore.transfer import CopyStreams
 

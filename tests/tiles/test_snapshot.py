@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longshore.errors import LongshoreError
 from longshore.kernels import HostKernels
-from longshore.layout import plan_tiles
+from longshore.layout.tiles import plan_tiles
 from longshore.tiles.memory import BufferPool, PendingReads
 from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator

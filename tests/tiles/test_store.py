@@ -19,7 +19,7 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
-from longshore.layout import align
+from longshore.layout.tiles import align
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
 from longshore.tiles.arrivals import LANDING_SLOTS

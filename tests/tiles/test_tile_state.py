@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.layout import TileLayout
+from longshore.layout.tiles import TileLayout
 from longshore.tiles.tile import IllegalTransitionError, Tile, TileEvent, TileState
 
 # Written out once more, row by row, and not read from the table that is tested.

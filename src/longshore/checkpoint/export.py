@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes
+from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes
 from longshore.checkpoint.files import TensorFile, TensorHead, checked, read_json, sync_folder, write_json
 from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint, take_name
 from longshore.checkpoint.model_state import MODEL
@@ -27,6 +27,7 @@ from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
 from longshore.checkpoint.training_state import find, read_description
 from longshore.errors import CheckpointError
 from longshore.kernels.reference import adopted
+from longshore.layout.boxes import Box
 from longshore.tiles import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

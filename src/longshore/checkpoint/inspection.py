@@ -30,7 +30,7 @@ from longshore.checkpoint.optimizer_state import OPTIMIZER
 from longshore.checkpoint.state_formats import FORMAT, STATES_SEED
 from longshore.checkpoint.training_state import CLIENT_STATE, read_description
 from longshore.errors import CheckpointError
-from longshore.kernels.formats import StateFormat
+from longshore.layout.formats import StateFormat
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_of_range
+from longshore.checkpoint.boxes import SavedBoxes, WantedBoxes
 from longshore.errors import CheckpointError
+from longshore.layout.boxes import Box, boxes_of_range
 from longshore.optim.shards import flat, held_part, is_sharded
 from longshore.optim.wrapped_names import counterparts, unwrapped
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
+from longshore.checkpoint.boxes import SavedBoxes, WantedBoxes
 from longshore.checkpoint.files import checked, checked_entry, checksum
 from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.checkpoint.state_formats import (
@@ -23,7 +23,8 @@ from longshore.checkpoint.state_formats import (
     report_conversion,
 )
 from longshore.errors import CheckpointError
-from longshore.kernels import StateFormat
+from longshore.layout.boxes import Box, boxes_in
+from longshore.layout.formats import StateFormat
 from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import as_parameter, clear_state, merged_group

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import CheckpointError
-from longshore.kernels import StateFormat
+from longshore.layout.formats import StateFormat
 from longshore.optim.parameters import ParameterRecord
 from longshore.tiles import MASTER
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from longshore.engine.config.optimizers import check_encodable
-from longshore.kernels import StateFormat
+from longshore.layout.formats import StateFormat
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
 from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for

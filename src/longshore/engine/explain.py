@@ -15,7 +15,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.engine.binding import Binding
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
-from longshore.kernels.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFormat
+from longshore.layout.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFormat
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part

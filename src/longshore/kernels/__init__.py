@@ -33,15 +33,6 @@ from longshore.kernels.buffers import (
     zero_elements,
 )
 from longshore.kernels.device import DeviceKernels, Kernels, block_sums_on, checksums_on
-from longshore.kernels.formats import (
-    FLOAT32_STATES,
-    NEVER_NEGATIVE,
-    Coding,
-    StateFormat,
-    is_seed,
-    parse_state_format,
-    stream_of,
-)
 from longshore.kernels.host import MOST_HOST_THREADS, HostKernels
 from longshore.kernels.newton_schulz import newton_schulz, newton_schulz_bytes
 from longshore.kernels.torch_rules import next_scalars, torch_options
@@ -49,15 +40,12 @@ from longshore.machine import usable_cpus
 
 __all__ = [
     "ARITHMETIC",
-    "FLOAT32_STATES",
     "MOST_HOST_THREADS",
     "MOST_STATES",
-    "NEVER_NEGATIVE",
     "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",
     "UNSCALED",
     "Buffer",
-    "Coding",
     "DeviceKernels",
     "EncodedBuffer",
     "HostKernels",
@@ -70,7 +58,6 @@ __all__ = [
     "Rule",
     "Scale",
     "SegmentTable",
-    "StateFormat",
     "TileSegment",
     "TorchRule",
     "block_of",
@@ -80,15 +67,12 @@ __all__ = [
     "element_bytes",
     "float32_arrays",
     "format_of",
-    "is_seed",
     "master_of",
     "new_buffer",
     "newton_schulz",
     "newton_schulz_bytes",
     "next_scalars",
-    "parse_state_format",
     "read_state",
-    "stream_of",
     "supported_instruction_sets",
     "take_arrays",
     "torch_options",

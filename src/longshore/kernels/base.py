@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels.formats import FLOAT32_STATES, Coding
+from longshore.layout.formats import FLOAT32_STATES, Coding
 
 ARITHMETIC = 1
 """Version of the arithmetic of all rules: raised where a rule gives other bits on the same numbers. Which processor

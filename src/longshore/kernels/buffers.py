@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.formats import (
-    BLOCK_NUMEL,
     SIGNED,
     UNSIGNED,
     ByteCode,
-    StateFormat,
     decode_bfloat16,
     decode_bytes,
     encode_bfloat16,
     encode_bytes,
 )
+from longshore.layout.formats import BLOCK_NUMEL, StateFormat
 
 _CODED_NUMEL = 1 << 20
 """Elements that are encoded or decoded at a time by the code in this file."""

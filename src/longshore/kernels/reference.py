@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longshore.kernels.base import UNSCALED, Rule, Scale
 from longshore.kernels.buffers import EncodedBuffer
-from longshore.kernels.formats import NEVER_NEGATIVE, Coding, random_bits, rounding_key
+from longshore.kernels.formats import random_bits, rounding_key
+from longshore.layout.formats import NEVER_NEGATIVE, Coding
 
 CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
 """Odd factor of :func:`checksum`, also in triton_rules.py."""

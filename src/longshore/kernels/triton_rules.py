@@ -22,7 +22,6 @@ import types
 import triton
 import triton.language as tl
 
-from longshore.kernels.formats import NEVER_NEGATIVE, StateFormat
 from longshore.kernels.triton_formats import (
     BFLOAT16,
     BLOCK,
@@ -41,6 +40,7 @@ from longshore.kernels.triton_formats import (
     store_rounded,
     store_state,
 )
+from longshore.layout.formats import NEVER_NEGATIVE, StateFormat
 
 SEGMENT_COLUMNS = tl.constexpr(12)
 """int64 columns of a tile's table: buffer offset, elements, gradient and its dtype, output and its dtype, offset of the

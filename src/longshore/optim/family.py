@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, OneElement, Rule, StateFormat, TorchRule, next_scalars, torch_options
-from longshore.layout import MatrixLayout
+from longshore.kernels import HostRule, OneElement, Rule, TorchRule, next_scalars, torch_options
+from longshore.layout.formats import StateFormat
+from longshore.layout.tiles import MatrixLayout
 
 
 class History(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import ParameterError
-from longshore.layout import MatrixLayout
+from longshore.layout.tiles import MatrixLayout
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import GradientSource
 from longshore.optim.offload import Offload, StoreFactory

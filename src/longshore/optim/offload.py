@@ -12,19 +12,9 @@ from torch import Tensor
 
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
-from longshore.kernels import (
-    FLOAT32_STATES,
-    MOST_HOST_THREADS,
-    Coding,
-    DeviceKernels,
-    HostKernels,
-    Kernels,
-    StateFormat,
-    is_seed,
-    parse_state_format,
-    stream_of,
-)
-from longshore.layout import default_tile_numel
+from longshore.kernels import MOST_HOST_THREADS, DeviceKernels, HostKernels, Kernels
+from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat, is_seed, parse_state_format, stream_of
+from longshore.layout.tiles import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore

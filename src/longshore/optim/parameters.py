@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
-from longshore.layout import MatrixLayout
+from longshore.layout.tiles import MatrixLayout
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.shards import flat, former_of, held_part, is_sharded
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from longshore.kernels import StateFormat
+from longshore.layout.formats import StateFormat
 from longshore.optim.family import RuleFamily
 from longshore.optim.other_words import check_group_words, check_words, parameters_of, without_words
 from longshore.optim.tiled_optimizer import TiledOptimizer

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from longshore.accelerator import Mark, mark_on, wait_for
 from longshore.errors import LongshoreError, ParameterError
+from longshore.layout.divisions import ParameterLayout, RankGrid
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.sharding.fsdp_records import (
     align_trainable,
@@ -32,7 +33,6 @@ from longshore.sharding.fsdp_records import (
 )
 from longshore.sharding.gathered_writes import GatheredWrites
 from longshore.sharding.handles import Handles
-from longshore.sharding.layout import ParameterLayout, RankGrid
 from longshore.sharding.same_inputs import keep_same_inputs
 from longshore.sharding.whole import Whole
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.layout import DimRange
+from longshore.layout.divisions import Bucket, ParameterLayout, ShardRange, plan_buckets
+from longshore.layout.tiles import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.fsdp import CopiesOfShards, FullyShardedModel
-from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 from longshore.sharding.twin_groups import Twins, twin_of, twins_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from longshore.errors import ParameterError
+from longshore.layout.divisions import ParameterLayout
 from longshore.optim.shards import flat, held_part
-from longshore.sharding.layout import ParameterLayout
 
 
 class _Gathered(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longshore.kernels import Coding, StateFormat
+from longshore.layout.formats import Coding, StateFormat
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import Ownership, Replicated

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels import Coding, HostRule, Scale
-from longshore.layout import DimRange
+from longshore.kernels import HostRule, Scale
+from longshore.layout.divisions import Bucket, ShardRange, plan_buckets
+from longshore.layout.formats import Coding
+from longshore.layout.tiles import DimRange
 from longshore.optim.shards import flat, held_part
 from longshore.sharding.agreement import Action, WindowStatus, as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longshore.layout.divisions import Bucket, ShardRange
 from longshore.sharding.agreement import as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.layout import Bucket, ShardRange
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
 
 SLICE_NUMEL = 1 << 22

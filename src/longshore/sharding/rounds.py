@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
+from longshore.layout.divisions import Bucket
 from longshore.sharding.agreement import Action, Statement, agreement_of
-from longshore.sharding.layout import Bucket
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import ReductionSettings, reduce_shard
 from longshore.tiles import TileStore

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
-from longshore.kernels import Coding, MatrixRule, Scale, StateFormat
-from longshore.layout import MatrixLayout
+from longshore.kernels import MatrixRule, Scale
+from longshore.layout.formats import Coding, StateFormat
+from longshore.layout.tiles import MatrixLayout
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.kernels import NEVER_NEGATIVE, Coding, master_of, write_state
-from longshore.layout import MatrixLayout
+from longshore.kernels import master_of, write_state
+from longshore.layout.formats import NEVER_NEGATIVE, Coding
+from longshore.layout.tiles import MatrixLayout
 from longshore.tiles.backend import Backend, BackendSettings, divided
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.matrices import MatrixBackend, MatrixRange

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import UNSCALED, HostRule, MatrixRule, Outputs, Rule, Scale, TileSegment, float32_arrays
-from longshore.layout import MatrixLayout
+from longshore.layout.tiles import MatrixLayout
 from longshore.tiles.backend import Active, Backend, BackendSettings
 from longshore.tiles.events import PIPELINE_DEPTH, STEP_IN_PLACE, Move, Recorder, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longshore.accelerator import wait_for
 from longshore.kernels import MatrixRule
-from longshore.layout import MatrixLayout
+from longshore.layout.tiles import MatrixLayout
 from longshore.tiles.events import NO_RECORDER, TRANSFORM, Recorder
 from longshore.transfer import CopyStreams
 

@@ -13,17 +13,9 @@ from torch import Tensor
 
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import HostMemoryError
-from longshore.kernels import (
-    NEVER_NEGATIVE,
-    Buffer,
-    EncodedBuffer,
-    StateFormat,
-    format_of,
-    master_of,
-    new_buffer,
-    read_state,
-)
-from longshore.layout import SegmentLayout
+from longshore.kernels import Buffer, EncodedBuffer, format_of, master_of, new_buffer, read_state
+from longshore.layout.formats import NEVER_NEGATIVE, StateFormat
+from longshore.layout.tiles import SegmentLayout
 from longshore.transfer import Copy, CopyStreams, allocate_private
 
 _LARGEST_BLOCK_BYTES = 1 << 30

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longshore.kernels import Coding, Scale
-from longshore.layout import MatrixLayout
+from longshore.kernels import Scale
+from longshore.layout.formats import Coding
+from longshore.layout.tiles import MatrixLayout
 from longshore.tiles.events import Recorder
 from longshore.tiles.steps import Breakage, Forecast, OwnedRange, ParameterStep
 from longshore.tiles.store import TileStore

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from longshore.accelerator import Mark
-from longshore.layout import SMALL_NUMEL, SegmentLayout
+from longshore.layout.tiles import SMALL_NUMEL, SegmentLayout
 from longshore.transfer import Copy, wait_for_all
 
 

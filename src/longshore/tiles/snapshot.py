@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longshore.errors import LongshoreError
 from longshore.kernels import Buffer, block_of
-from longshore.layout import SegmentLayout
+from longshore.layout.tiles import SegmentLayout
 from longshore.tiles.memory import BufferKind, BufferPool, PendingReads, read_array
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.tile import Tile

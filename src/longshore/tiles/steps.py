@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostRule, Scale
-from longshore.layout import DimRange
+from longshore.layout.tiles import DimRange
 
 MASTER = "master"
 """Name of the first array of every buffer."""

@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.kernels import (
-    FLOAT32_STATES,
-    Buffer,
-    Coding,
-    HostRule,
-    Outputs,
-    StateFormat,
-    TileSegment,
-    take_arrays,
-)
-from longshore.layout import SegmentLayout, TileLayout, plan_tiles
+from longshore.kernels import Buffer, HostRule, Outputs, TileSegment, take_arrays
+from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
+from longshore.layout.tiles import SegmentLayout, TileLayout, plan_tiles
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import MatrixRule, Rule, newton_schulz, newton_schulz_bytes
 from longshore.kernels.reference import Scalars, fma, scalar, where
-from longshore.layout import DimRange, MatrixLayout
+from longshore.layout.tiles import DimRange, MatrixLayout
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.offload import StoreFactory
 from longshore.optim.rule_optimizer import RuleOptimizer

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import SEGMENT_ALIGNMENT
-from longshore.sharding.layout import plan_buckets
+from longshore.layout.divisions import plan_buckets
+from longshore.layout.tiles import SEGMENT_ALIGNMENT
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 300), st.sampled_from(["fp32", "bf16"])), max_size=12).map(
     lambda entries: [(index, numel, kind) for index, (numel, kind) in enumerate(entries)]

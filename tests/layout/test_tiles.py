@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel, plan_tiles
+from longshore.layout.tiles import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel, plan_tiles
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.layout import DimRange, align
+from longshore.layout.tiles import DimRange, align
 
 
 class Member(NamedTuple):
