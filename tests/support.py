@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import longshore
 from longshore.kernels import UNSCALED, Kernels, Scale, total_of_blocks
 from longshore.kernels.reference import rule_step
+from longshore.layout.formats import StateFormat
+from longshore.layout.tiles import TileLayout, TileRun, count_tiles
 from longshore.optim.rules.lion import LionRule
 
 
@@ -215,3 +217,15 @@ def simulated(seed: int = 0, tile_numel: int = 100, **options: Any) -> longshore
 def sum_of_squares(kernels: Kernels, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
     """Of all elements of all parameters, by the kernels' blocks."""
     return total_of_blocks(kernels.block_sums(parameters, scale))
+
+
+def plan_tiles(
+    parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0, unit: int = 1
+) -> tuple[TileLayout, ...]:
+    """Each tile of ``count_tiles``, as the store makes them."""
+    tiles: list[TileLayout] = []
+    entries = list(parameters)
+    for count in count_tiles(entries, tile_numel, unit):
+        run = TileRun(count, torch.float32, StateFormat.FP32)
+        tiles += run.layouts(first_index + len(tiles), {index: 0 for index, _ in entries})
+    return tuple(tiles)

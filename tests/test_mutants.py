@@ -124,7 +124,7 @@ def test_a_statement_that_is_not_found_once_is_an_error(function: str, source: s
 
 
 def test_what_no_longer_applies_is_said_of_each() -> None:
-    function, source, here = "plan_tiles", "return", ("tests/test_mutants.py",)
+    function, source, here = "align", "return", ("tests/test_mutants.py",)
     mutants = [
         Mutant("of a lost test", function, source, "", ("tests/test_mutants.py::test_lost",)),
         Mutant("of a lost function", "lost", source, "", here),

@@ -147,8 +147,10 @@ if TYPE_CHECKING:
     from longshore.layout.formats import parse_state_format as parse_state_format
     from longshore.layout.tiles import MatrixLayout as MatrixLayout
     from longshore.layout.tiles import TileCount as TileCount
-    from longshore.layout.tiles import count_tiles as count_tiles
     from longshore.layout.tiles import default_tile_numel as default_tile_numel
+    from longshore.layout.tiles import kept_on_device as kept_on_device
+    from longshore.layout.tiles import padded_bytes as padded_bytes
+    from longshore.layout.tiles import tile_runs as tile_runs
     from longshore.machine import available_bytes as available_bytes
     from longshore.machine import start as start
     from longshore.machine import text_of as text_of
@@ -197,7 +199,6 @@ if TYPE_CHECKING:
     from longshore.tiles import Recorder as Recorder
     from longshore.tiles import events as events
     from longshore.tiles.arrivals import LANDING_SLOTS as LANDING_SLOTS
-    from longshore.tiles.backend import kept_on_device as kept_on_device
     from longshore.tiles.bets import speculation_budget as speculation_budget
     from longshore.tiles.events import ADD as ADD
     from longshore.tiles.events import ARRIVE as ARRIVE
@@ -225,7 +226,6 @@ if TYPE_CHECKING:
     from longshore.tiles.matrix_exchange import Matrix as Matrix
     from longshore.tiles.matrix_exchange import reserved_bytes as reserved_bytes
     from longshore.tiles.memory import allocate_zeros as allocate_zeros
-    from longshore.tiles.memory import padded_bytes as padded_bytes
     from longshore.torch_versions import require as require
     from longshore.transfer import Copy as Copy
     from longshore.transfer import FinishedCopy as FinishedCopy
@@ -281,7 +281,7 @@ HOMES = {
     "longshore.layout.boxes": "Box",
     "longshore.layout.divisions": "chunk fill_buckets shard_numel_of shard_parts",
     "longshore.layout.formats": "StateFormat parse_state_format",
-    "longshore.layout.tiles": "MatrixLayout TileCount count_tiles default_tile_numel",
+    "longshore.layout.tiles": "MatrixLayout TileCount default_tile_numel kept_on_device padded_bytes tile_runs",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
     "longshore.optim.other_name": "IN_PLACE_OF stands_for",
@@ -306,12 +306,11 @@ HOMES = {
     "longshore.streaming.checks": "module_that_cannot",
     "longshore.tiles": "MASTER Ranges Recorder events",
     "longshore.tiles.arrivals": "LANDING_SLOTS",
-    "longshore.tiles.backend": "kept_on_device",
     "longshore.tiles.bets": "speculation_budget",
     "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PIPELINE_DEPTH "
     "PUBLISH REDONE Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
     "longshore.tiles.matrix_exchange": "MATRICES_UNDER_WAY Matrix reserved_bytes",
-    "longshore.tiles.memory": "allocate_zeros padded_bytes",
+    "longshore.tiles.memory": "allocate_zeros",
     "longshore.torch_versions": "require",
     "longshore.transfer": "Copy FinishedCopy",
     "longshore.units": "WrapPolicy units_of units_with_leaves",

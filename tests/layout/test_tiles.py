@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import plan_tiles
 
-from longshore.layout.tiles import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel, plan_tiles
+from longshore.layout.tiles import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 

@@ -125,24 +125,10 @@ MUTANTS = [
         (PLAN_MATRICES,),
     ),
     Mutant(
-        "planned tiles end within a block of 8-bit states",
-        "_tiles",
-        "tile_numel, format.unit",
-        "tile_numel",
-        (f"{PLAN_STATES}::test_one_rank",),
-    ),
-    Mutant(
         "planned tiles have the format of the states that was asked for, whatever the parameter",
         "_formats_of",
         "return [job.state_format.of_parameter(each.shape) for each in model.trainable]",
         "return [job.state_format for each in model.trainable]",
-        (f"{PLAN_STATES}::test_one_rank",),
-    ),
-    Mutant(
-        "planned tiles mix formats of states",
-        "_tiles",
-        "alike.setdefault((each.dtype, each.format), []).append((index, each.numel))",
-        "alike.setdefault((each.dtype, ranges[0][1].format), []).append((index, each.numel))",
         (f"{PLAN_STATES}::test_one_rank",),
     ),
     Mutant(

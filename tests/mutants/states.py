@@ -157,10 +157,17 @@ MUTANTS = [
         (f"{KEPT}::test_optimizers_whose_states_stay_float32_are_refused",),
     ),
     Mutant(
+        "tiles mix formats of states",
+        "tile_runs",
+        "alike.setdefault((dtype, format), []).append((key, numel))",
+        "alike.setdefault(next(iter(alike), (dtype, format)), []).append((key, numel))",
+        (f"{STATES}::test_how_it_is_done_changes_no_bit",),
+    ),
+    Mutant(
         "tiles may cut a block",
-        "laid_out",
-        "for layout in plan_tiles(members, tile_numel, first, format.unit):",
-        "for layout in plan_tiles(members, tile_numel, first):",
+        "tile_runs",
+        "for count in count_tiles(members, tile_numel, format.unit):",
+        "for count in count_tiles(members, tile_numel):",
         (f"{STATES}::test_how_it_is_done_changes_no_bit",),
     ),
     Mutant(

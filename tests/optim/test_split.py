@@ -14,7 +14,8 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError, GradientError
-from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels
+from longshore.kernels import HostKernels, Kernels
+from longshore.layout.tiles import NORM_BLOCK_NUMEL
 from longshore.optim import Offload
 from longshore.tiles import Backend, TileState, TileStore
 from tests.kernels.device_kernels import ON_CUDA, device_kernels

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import plan_tiles
 
 from longshore.kernels import UNSCALED, HostKernels, Scale
-from longshore.layout.tiles import plan_tiles
 from longshore.tiles import BackendSettings, TileStore
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.tile import Tile, TileEvent

@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support import plan_tiles
 from torch import Tensor
 
 from longshore.errors import LongshoreError
 from longshore.kernels import HostKernels
-from longshore.layout.tiles import plan_tiles
 from longshore.tiles.memory import BufferPool, PendingReads
 from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from support import plan_tiles
 from torch import Tensor
 
 from longshore.errors import BrokenStateError
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
-from longshore.layout.tiles import plan_tiles
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles.backend import commit_tile
 from longshore.tiles.memory import BufferKind, BufferPool

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import longshore
+from longshore.layout.tiles import padded_bytes
 from longshore.tiles.arrivals import LANDING_SLOTS
-from longshore.tiles.memory import cut_slots, padded_bytes
+from longshore.tiles.memory import cut_slots
 from longshore.transfer import CopyStreams
 from longshore.transfer.pinned import PinnedPool, allocate_pinned
 

@@ -5,7 +5,6 @@ from longshore.kernels._native import InstructionSet, Outputs, SegmentTable, sup
 from longshore.kernels.base import (
     ARITHMETIC,
     MOST_STATES,
-    NORM_BLOCK_NUMEL,
     SUPPORTED_DTYPES,
     UNSCALED,
     HostRule,
@@ -42,7 +41,6 @@ __all__ = [
     "ARITHMETIC",
     "MOST_HOST_THREADS",
     "MOST_STATES",
-    "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",
     "UNSCALED",
     "Buffer",

@@ -147,10 +147,6 @@ class TileSegment(NamedTuple):
     coding: Coding = FLOAT32_STATES
 
 
-NORM_BLOCK_NUMEL = 1 << 16
-"""Number of elements of a parameter whose squares are added into one sum: kPieceNumel in native/buffers.h."""
-
-
 def total_of_blocks(parameters: Iterable[Iterable[float]]) -> float:
     """Add up the sums of squares of the blocks of each parameter. The order of addition determines the bits."""
     total = 0.0

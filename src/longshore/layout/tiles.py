@@ -10,16 +10,23 @@ cache line and streaming stores find whole lines. The gaps are never read or wri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+if TYPE_CHECKING:
+    import torch
+
+    from longshore.layout.formats import StateFormat
+
+NORM_BLOCK_NUMEL = 1 << 16
+"""Number of elements of a parameter whose squares are added into one sum: kPieceNumel in native/buffers.h."""
 SEGMENT_ALIGNMENT = 16
 """Alignment of segments, in elements: 64 bytes of float32, or 32 bytes of bfloat16."""
 SMALL_NUMEL = 1 << 15
 """Segments of fewer elements are small: gradients of less than 64 KiB in bfloat16. They come first in a buffer, one
 after the other, so that one copy can take them all."""
-
 
 _LEAST_TILE, _LEAST_TILE_IN_PLACE, _LARGEST_TILE = 1 << 22, 1 << 24, 1 << 25
 _TILE_OF_A_THREAD = 1 << 18
@@ -139,8 +146,19 @@ class TileCount(NamedTuple):
 
 
 def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, unit: int = 1) -> tuple[TileCount, ...]:
-    """Count the tiles of :func:`plan_tiles` without creating each: a parameter of any size adds about two entries at
-    most. Arguments and errors are those of :func:`plan_tiles`."""
+    """Divide parameters into tiles of ``tile_numel`` elements, without making each tile: a parameter of any size adds
+    about two entries at most. The last tile may be smaller.
+
+    Args:
+        parameters: ``(parameter index, numel)`` in the order in which they are laid out. A parameter without
+            elements has no segment.
+        tile_numel: elements of a tile, at least 1.
+        unit: number of elements at whose multiples parameters may be divided. The numbers of elements of all
+            parameters, and of a tile, are then multiples too; a smaller or other tile size is rounded.
+
+    Raises:
+        ValueError: a negative numel, or a tile size below 1.
+    """
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
     tile_numel = max(tile_numel // unit, 1) * unit
@@ -179,25 +197,83 @@ def _placed(segments: Sequence[SegmentLayout]) -> Iterator[SegmentLayout]:
         buffer_end += align(segment.numel)
 
 
-def plan_tiles(
-    parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0, unit: int = 1
-) -> tuple[TileLayout, ...]:
-    """Divide parameters into tiles of ``tile_numel`` elements; the last tile may be smaller.
+class Range(NamedTuple):
+    """Elements ``[offset, offset + numel)`` of one parameter."""
 
-    Args:
-        parameters: ``(parameter index, numel)`` in the order in which they are laid out. A parameter without
-            elements has no segment.
-        tile_numel: elements of a tile, at least 1.
-        first_index: the index of the first tile.
-        unit: number of elements at whose multiples parameters may be divided. The numbers of elements of all
-            parameters, and of a tile, are then multiples too; a smaller or other tile size is rounded.
+    parameter: int
+    offset: int
+    numel: int
+    dtype: torch.dtype
 
-    Raises:
-        ValueError: a negative numel, or a tile size below 1.
+
+@dataclass(frozen=True)
+class TileRun:
+    """Consecutive tiles of one size, of one dtype, and of one format of states."""
+
+    count: TileCount
+    dtype: torch.dtype
+    format: StateFormat
+
+    def layouts(self, first: int, offsets: Mapping[int, int]) -> Iterator[TileLayout]:
+        """Yield each tile, numbered from ``first``; ``offsets``: where the range of each parameter begins."""
+        count = self.count
+        for number in range(count.tiles):
+            segments = tuple(
+                replace(each, parameter_offset=offsets[each.parameter] + each.parameter_offset + number * count.numel)
+                for each in count.segments
+            )
+            yield TileLayout(first + number, segments, count.buffer_numel)
+
+
+def tile_runs(ranges: Iterable[tuple[int, int, torch.dtype, StateFormat]], tile_numel: int) -> Iterator[TileRun]:
+    """Yield the runs of tiles of ranges ``(key, numel, dtype, format)``; ranges of another dtype or format are in other
+    tiles, and empty ones in none."""
+    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
+    for key, numel, dtype, format in ranges:
+        if numel > 0:
+            alike.setdefault((dtype, format), []).append((key, numel))
+    for (dtype, format), members in alike.items():
+        for count in count_tiles(members, tile_numel, format.unit):
+            yield TileRun(count, dtype, format)
+
+
+def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
+    """Return how many first elements of each parameter stay on the device if ``ratio`` of all elements are on the host.
+
+    The first parameters stay whole, and one may be divided at a multiple of ``NORM_BLOCK_NUMEL``.
     """
-    tiles: list[TileLayout] = []
-    for run in count_tiles(parameters, tile_numel, unit):
-        for offset in range(0, run.tiles * run.numel, run.numel):
-            segments = tuple(replace(each, parameter_offset=each.parameter_offset + offset) for each in run.segments)
-            tiles.append(TileLayout(first_index + len(tiles), segments, run.buffer_numel))
-    return tuple(tiles)
+    total = sum(numels)
+    left = total - round(total * ratio)
+    kept_numels = []
+    for numel in numels:
+        kept = numel if left >= numel else left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL
+        left = left - kept if kept == numel else 0
+        kept_numels.append(kept)
+    return kept_numels
+
+
+def divided(parameters: Iterable[tuple[int, int, torch.dtype]], ratio: float) -> tuple[list[Range], list[Range]]:
+    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others. Warns if less
+    than a quarter of what ``ratio`` leaves on the device stays there."""
+    entries = list(parameters)
+    numels = [numel for _, numel, _ in entries]
+    kept_numels = kept_on_device(numels, ratio)
+    share = sum(kept_numels) / sum(numels) if sum(numels) > 0 else 1.0
+    if share < (1.0 - ratio) / 4:
+        warnings.warn(
+            f"ratio={ratio:g} leaves {1.0 - ratio:.0%} of the optimizer's state on the device, and {share:.0%} stays "
+            f"there: the first parameters stay, and what is left is too small for a part of the next one "
+            f"({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep all of it there",
+            stacklevel=2,
+        )
+    kept: list[Range] = []
+    rest: list[Range] = []
+    for (index, numel, dtype), stays in zip(entries, kept_numels, strict=True):
+        kept.append(Range(index, 0, stays, dtype))
+        rest.append(Range(index, stays, numel - stays, dtype))
+    return kept, rest
+
+
+def padded_bytes(size: int) -> int:
+    """Return the number of bytes that a slot of ``size`` bytes takes in its block."""
+    return -(-size // 64) * 64

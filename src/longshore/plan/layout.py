@@ -22,12 +22,12 @@ from longshore.seam import (
     StateFormat,
     TileCount,
     chunk,
-    count_tiles,
     default_tile_numel,
     fill_buckets,
     kept_on_device,
     shard_numel_of,
     shard_parts,
+    tile_runs,
 )
 
 _MOST_RANGES = 50_000
@@ -245,12 +245,5 @@ def _sharded(
 def _tiles(
     ranges: Sequence[tuple[int, PlannedRange]], tile_numel: int, gradient_dtype: torch.dtype | None, arrays: int
 ) -> tuple[TileGroup, ...]:
-    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
-    for index, each in ranges:
-        if each.numel > 0:
-            alike.setdefault((each.dtype, each.format), []).append((index, each.numel))
-    return tuple(
-        TileGroup(run, dtype, gradient_dtype or dtype, arrays, format)
-        for (dtype, format), members in alike.items()
-        for run in count_tiles(members, tile_numel, format.unit)
-    )
+    runs = tile_runs(((index, each.numel, each.dtype, each.format) for index, each in ranges), tile_numel)
+    return tuple(TileGroup(run.count, run.dtype, gradient_dtype or run.dtype, arrays, run.format) for run in runs)

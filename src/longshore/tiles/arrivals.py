@@ -14,8 +14,9 @@ from torch import Tensor
 
 from longshore.accelerator import Mark
 from longshore.kernels import Kernels
+from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
-from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots, padded_bytes
+from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
 from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
 from longshore.transfer import Bundle, Copy, CopyStreams

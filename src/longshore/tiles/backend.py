@@ -6,7 +6,6 @@ tiles and publishes them, several at a time.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import ClassVar, NamedTuple
 
@@ -14,16 +13,8 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import Mark
-from longshore.kernels import (
-    NORM_BLOCK_NUMEL,
-    Buffer,
-    HostKernels,
-    Kernels,
-    Outputs,
-    Scale,
-    copy_elements,
-    master_of,
-)
+from longshore.kernels import Buffer, HostKernels, Kernels, Outputs, Scale, copy_elements, master_of
+from longshore.layout.tiles import padded_bytes
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import (
@@ -35,12 +26,12 @@ from longshore.tiles.events import (
     Recorders,
     commit_moves,
 )
-from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots, padded_bytes
+from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots
 from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
-from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
+from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
@@ -60,43 +51,6 @@ class BackendSettings(NamedTuple):
     """Memory for stepping tiles ahead of the verdict."""
     detect_writes: bool = True
     """Whether the step compares parameters in the backend's own memory with their rounded masters (law 10)."""
-
-
-def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
-    """Return how many first elements of each parameter stay on the device if ``ratio`` of all elements are on the host.
-
-    The first parameters stay whole, and one may be divided at a multiple of ``NORM_BLOCK_NUMEL``.
-    """
-    total = sum(numels)
-    left = total - round(total * ratio)
-    kept_numels = []
-    for numel in numels:
-        kept = numel if left >= numel else left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL
-        left = left - kept if kept == numel else 0
-        kept_numels.append(kept)
-    return kept_numels
-
-
-def divided(parameters: Iterable[tuple[int, int, torch.dtype]], ratio: float) -> tuple[list[Range], list[Range]]:
-    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others. Warns if less
-    than a quarter of what ``ratio`` leaves on the device stays there."""
-    entries = list(parameters)
-    numels = [numel for _, numel, _ in entries]
-    kept_numels = kept_on_device(numels, ratio)
-    share = sum(kept_numels) / sum(numels) if sum(numels) > 0 else 1.0
-    if share < (1.0 - ratio) / 4:
-        warnings.warn(
-            f"ratio={ratio:g} leaves {1.0 - ratio:.0%} of the optimizer's state on the device, and {share:.0%} stays "
-            f"there: the first parameters stay, and what is left is too small for a part of the next one "
-            f"({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep all of it there",
-            stacklevel=2,
-        )
-    kept: list[Range] = []
-    rest: list[Range] = []
-    for (index, numel, dtype), stays in zip(entries, kept_numels, strict=True):
-        kept.append((index, 0, stays, dtype))
-        rest.append((index, stays, numel - stays, dtype))
-    return kept, rest
 
 
 class Backend:

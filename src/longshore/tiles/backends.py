@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import master_of, write_state
-from longshore.layout.formats import NEVER_NEGATIVE, Coding
-from longshore.layout.tiles import MatrixLayout
-from longshore.tiles.backend import Backend, BackendSettings, divided
+from longshore.layout.formats import FLOAT32_STATES, NEVER_NEGATIVE, Coding, StateFormat
+from longshore.layout.tiles import MatrixLayout, Range, divided, tile_runs
+from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.matrices import MatrixBackend, MatrixRange
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.steps import MASTER
-from longshore.tiles.tile import Range, Segment, Tile, laid_out
+from longshore.tiles.tile import Segment, Tile
 
 
 class Backends:
@@ -129,7 +129,7 @@ class Backends:
         for backend in self.backends:
             backend.parts.update((index, []) for index, _, _ in added)
         if self.matrices is not None:
-            whole = [(each[0], 0, *each[1:]) for each in added if each[0] in self.matrices.ranges]
+            whole = [Range(each[0], 0, *each[1:]) for each in added if each[0] in self.matrices.ranges]
             added = [each for each in added if each[0] not in self.matrices.ranges]
             self._add(self.matrices, [[each] for each in whole])
         kept, rest = divided(added, self._ratio)
@@ -140,17 +140,22 @@ class Backends:
     def _add(self, backend: Backend, ranges: Iterable[Sequence[Range]]) -> None:
         """Lay out ranges in new tiles; those that are not in one sequence are never in one tile."""
         ours = backend.streams is self.streams
-        outputs_of = lambda dtype: backend.outputs_of(dtype, ours and self._values_of is not None)  # noqa: E731
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
         for together in ranges:
-            for dtype, layout in laid_out(together, backend.tile_numel, first + len(added), self._codings):
-                outputs = outputs_of(dtype)
-                added.append(Tile(layout, dtype, self._gradient_dtype or dtype, outputs, self._codings))
+            offsets = {each.parameter: each.offset for each in together}
+            keyed = ((each.parameter, each.numel, each.dtype, self._format_of(each.parameter)) for each in together)
+            for run in tile_runs(keyed, backend.tile_numel):
+                outputs = backend.outputs_of(run.dtype, ours and self._values_of is not None)
+                for layout in run.layouts(first + len(added), offsets):
+                    added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, outputs, self._codings))
         for tile in added if ours else ():
             tile.recorder = self.recorder
         self.tiles += added
         backend.add(added)
+
+    def _format_of(self, parameter: int) -> StateFormat:
+        return self._codings.get(parameter, FLOAT32_STATES).format
 
     def _forget_tiles(self) -> None:
         """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""

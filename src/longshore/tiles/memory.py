@@ -15,7 +15,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.errors import HostMemoryError
 from longshore.kernels import Buffer, EncodedBuffer, format_of, master_of, new_buffer, read_state
 from longshore.layout.formats import NEVER_NEGATIVE, StateFormat
-from longshore.layout.tiles import SegmentLayout
+from longshore.layout.tiles import SegmentLayout, padded_bytes
 from longshore.transfer import Copy, CopyStreams, allocate_private
 
 _LARGEST_BLOCK_BYTES = 1 << 30
@@ -211,11 +211,6 @@ class Slot:
         """Return the elements of neighbors as ``dtype``, and the first element of each there."""
         first, last = run[0].buffer_offset, run[-1].buffer_offset + run[-1].numel
         return self._buffer.view(dtype)[first:last], [segment.buffer_offset - first for segment in run]
-
-
-def padded_bytes(size: int) -> int:
-    """Return the number of bytes that a slot of ``size`` bytes takes in its block."""
-    return -(-size // 64) * 64
 
 
 def cut_slots(streams: CopyStreams, sizes: Sequence[int]) -> tuple[list[Slot], int]:

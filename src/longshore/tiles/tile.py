@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, LongshoreError
 from longshore.kernels import Buffer, HostRule, Outputs, TileSegment, take_arrays
 from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
-from longshore.layout.tiles import SegmentLayout, TileLayout, plan_tiles
+from longshore.layout.tiles import SegmentLayout, TileLayout
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel
@@ -330,28 +329,3 @@ class Tile:
         self.version += 1
         accumulator, self.accumulator = self.accumulator, None
         return accumulator
-
-
-Range = tuple[int, int, int, torch.dtype]
-"""Elements of a parameter: its index, the first element, how many, and their dtype."""
-
-
-def laid_out(
-    ranges: Iterable[Range], tile_numel: int, first: int, codings: Mapping[int, Coding] = MappingProxyType({})
-) -> Iterator[tuple[torch.dtype, TileLayout]]:
-    """Yield the layouts of new tiles, each of one dtype and of one format of states, numbered from ``first``; empty
-    ranges are in none."""
-    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
-    offsets: dict[int, int] = {}
-    for index, offset, numel, dtype in ranges:
-        offsets[index] = offset
-        if numel > 0:
-            alike.setdefault((dtype, codings.get(index, FLOAT32_STATES).format), []).append((index, numel))
-    for (dtype, format), members in alike.items():
-        for layout in plan_tiles(members, tile_numel, first, format.unit):
-            first += 1
-            segments = tuple(
-                replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
-                for segment in layout.segments
-            )
-            yield dtype, replace(layout, segments=segments)
