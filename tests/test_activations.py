@@ -201,6 +201,18 @@ def test_a_graph_that_is_dropped_while_its_inputs_are_fetched() -> None:
     assert not any(other.any() for other in others)
 
 
+def test_an_input_is_fetched_into_memory_that_work_under_way_has_read() -> None:
+    saved = HostInput(torch.full((50_000,), 7.0, device=device_type()))
+    other = torch.full((50_000,), 3.0, device=device_type())
+    torch.accelerator.synchronize()
+    keep_busy(200_000_000)
+    read = other + 0
+    del other  # whose memory the fetch gets
+    saved.fetch()
+    torch.accelerator.synchronize()
+    assert read.cpu().eq(3).all()
+
+
 def test_the_next_input_waits_for_what_reads_its_memory(blocks: PinnedBlocks) -> None:
     saved = HostInput(torch.full((50_000,), 7.0, device=device_type()))
     with current_stream_is(fetches()):
