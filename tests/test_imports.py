@@ -108,6 +108,10 @@ def test_every_file_is_in_a_known_room() -> None:
 @pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in LEVEL_OF], ids=identity)
 def test_imports_run_one_way(file: Path) -> None:
     wrong = wrong_imports(room_of(file), parsed(file))
+    if LEVEL_OF[room_of(file)] <= LEVEL_OF["engine"]:  # the public module leads to a door
+        modules = {module_of(each) for each in FILES}
+        names = {name for name, _ in imports_of(parsed(file))}
+        assert not {name for name in names - modules if name.rpartition(".")[0] == "longshore.engine.config"}
     if file == SOURCE / "engine" / "config" / "__init__.py":  # a public module, with two names of a door
         wrong.remove("longshore.compat.config.load.LoadedConfig")
         wrong.remove("longshore.compat.config.load.load_config")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from longshore.transfer import Copy, DeviceCopy, DeviceCopyStream, Fetch, allocate_pinned
+from longshore.transfer import Copy, DeviceCopy, DeviceCopyStream, DeviceFetch, allocate_pinned
 
 _ALIGNMENT_BYTES = 256
 """The largest alignment of operands that matrix libraries consider when they choose kernels."""
@@ -102,7 +102,7 @@ class HostInput:
         self._call = call
         self._copies: list[Copy] = []
         """Those that write and read the memory of the host."""
-        self._fetch: Fetch | None = None
+        self._fetch: DeviceFetch | None = None
         """The copy to the device that has begun and that nobody has asked for."""
         self._written: Tensor | None = None
         """Counts writes to an input whose copy may still be under way; one that is copied at once may be written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -368,16 +369,19 @@ def test_of_two_mistakes_the_first_argument_is_told(wrong: dict[str, Any], error
 
 
 def test_a_configuration_that_is_changed_while_the_engine_is_made_is_seen() -> None:
-    config = file()
-
-    def schedule(optimizer: Any) -> Any:
-        config["gradient_clipping"] = 5.0
-        return torch.optim.lr_scheduler.ConstantLR(optimizer)
-
-    engine, *_ = initialize(model=small_model(), config=config, lr_scheduler=schedule)
-    try:
-        engine.backward(loss_of(engine, 0))
-        with pytest.raises(longshore.LongshoreError, match="was changed after initialize"):
-            engine.step()
-    finally:
-        engine.destroy()
+    for number in range(2):
+        config: dict[str, Any] = {key: value for key, value in file().items() if key != "optimizer"}
+        change = functools.partial(config.update, gradient_clipping=5.0)
+        calls = [change if each == number else lambda: None for each in range(2)]
+        engine, *_ = initialize(
+            model=small_model(),
+            config=config,
+            optimizer=lambda given, calls=calls: calls[0]() or torch.optim.AdamW(given),
+            lr_scheduler=lambda given, calls=calls: calls[1]() or torch.optim.lr_scheduler.ConstantLR(given),
+        )
+        try:
+            engine.backward(loss_of(engine, 0))
+            with pytest.raises(longshore.LongshoreError, match="was changed after initialize"):
+                engine.step()
+        finally:
+            engine.destroy()

@@ -181,11 +181,11 @@ def test_stages_0_and_1_reduce_with_the_last_backward(overlap: bool, two_ranks: 
 class _Counting(longshore.SimulatedTransfer):
     """Counts copies."""
 
-    brought = published = 0
+    staged_copies = published = 0
 
-    def bring(self, *args: Any) -> Any:
-        self.brought += 1
-        return super().bring(*args)
+    def stage(self, *args: Any) -> Any:
+        self.staged_copies += 1
+        return super().stage(*args)
 
     def publish(self, *args: Any) -> Any:
         self.published += 1
@@ -207,4 +207,4 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same(engine.module, twin, step)
         assert engine.explain(print_it=False).offload == device
         (transfer,) = transfers
-        assert (transfer.brought > 0) == (transfer.published > 0) == (device == "cpu")
+        assert (transfer.staged_copies > 0) == (transfer.published > 0) == (device == "cpu")

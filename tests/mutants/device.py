@@ -102,7 +102,7 @@ MUTANTS = [
     _mutant(
         "a copy to the host does not wait for what still reads its slot",
         "DeviceCopyStream._start",
-        "if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):\n    self.stream.wait_event(after.event)",
+        "if isinstance(after, DeviceHandle):\n    self.stream.wait_event(after.event)",
         "",
         TRANSFER,
     ),
@@ -120,10 +120,10 @@ MUTANTS = [
         "if not self._done:",
         TRANSFER,
     ),
-    _mutant("the host does not wait for a copy", "DeviceCopy.wait", "wait_for(self.event)", "pass", TRANSFER),
+    _mutant("the host does not wait for a copy", "DeviceCopy.wait", "super().wait()", "pass", TRANSFER),
     _mutant(
         "a wait keeps a CPU busy",
-        "DeviceCopy.wait",
+        "DeviceHandle.wait",
         "wait_for(self.event)",
         "self.event.synchronize()",
         TRANSFER,
@@ -377,7 +377,7 @@ MUTANTS = [
     _mutant(
         "an input is fetched before it is on the host",
         "DeviceCopyStream.fetch",
-        "if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):\n    self.stream.wait_event(after.event)",
+        "if isinstance(after, DeviceHandle):\n    self.stream.wait_event(after.event)",
         "",
         HOST_INPUTS,
     ),

@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "small gradients come into a slot that is still read",
         "Arrivals._copy_run",
-        "handles = [self._streams.bring(bundle, into, ready, slot.last_publish)]",
-        "handles = [self._streams.bring(bundle, into, ready, None)]",
+        "handles = [self._streams.stage(bundle, into, ready, slot.last_publish)]",
+        "handles = [self._streams.stage(bundle, into, ready, None)]",
         (STORE, ARRIVALS),
     ),
     Mutant(

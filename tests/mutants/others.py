@@ -208,13 +208,13 @@ MUTANTS = [
     Mutant(
         "a configuration that was changed is not looked at",
         "Engine._check_kept",
-        "self._given.check()",
+        "self._watch.check()",
         "",
         (KEPT + "::test_a_configuration_that_was_changed_is_an_error_until_it_is_put_back",),
     ),
     Mutant(
         "another engine of a configuration changes the first one's",
-        "ConfigWatch.__init__",
+        "ConfigWatch.begin",
         "former._given = former._before = {}",
         "pass",
         (KEPT + "::test_a_configuration_may_be_changed_for_another_engine",),

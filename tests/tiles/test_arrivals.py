@@ -47,13 +47,13 @@ def publishes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients each copy to the host of the simulated transfer had."""
     found: list[int] = []
-    bring = SimulatedTransfer.bring
+    stage = SimulatedTransfer.stage
 
     def recorded(self: Any, source: Any, *rest: Any) -> Any:
         found.append(len(source._tensors) if isinstance(source, Bundle) else 1)
-        return bring(self, source, *rest)
+        return stage(self, source, *rest)
 
-    monkeypatch.setattr(SimulatedTransfer, "bring", recorded)
+    monkeypatch.setattr(SimulatedTransfer, "stage", recorded)
     return found
 
 
@@ -220,7 +220,7 @@ def test_a_copy_that_cannot_start_is_told_and_its_window_discarded(train: Any, m
     training = train(SimulatedTransfer(0, 0.001), numels=(7, 8, 9), tile_numel=60)
     gradients = training.gradients({1: 1, 2: 1})
     with monkeypatch.context() as patch:
-        patch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FAILING, bundles=True))
+        patch.setattr(training.transfer, "stage", refusing(training.transfer.stage, FAILING, bundles=True))
         for index in (1, 2):
             training.arrive(index, gradients[index][0])
         for _ in range(2):
@@ -237,7 +237,7 @@ def test_each_travels_alone_where_the_device_has_no_memory_left(
 ) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
 
-    monkeypatch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FULL, bundles=True))
+    monkeypatch.setattr(training.transfer, "stage", refusing(training.transfer.stage, FULL, bundles=True))
     training.window(dict.fromkeys(range(6), 1))
     assert copies == [1] * 7
     training.check()
@@ -354,7 +354,7 @@ def test_a_later_gradient_that_could_not_land_is_copied_when_its_turn_comes(
     training.arrive(0, gradients[0][0])
     gate = busy_worker(training)
     with monkeypatch.context() as patch:
-        patch.setattr(training.transfer, "bring", refusing(training.transfer.bring, FAILING, bundles=False))
+        patch.setattr(training.transfer, "stage", refusing(training.transfer.stage, FAILING, bundles=False))
         for gradient in gradients[0][1:]:
             training.arrive(0, gradient)
     gate.set()
@@ -399,7 +399,7 @@ def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.Monkey
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name in ((training.transfer, "bring"), (training.store.backend.worker, "submit")):
+    for owner, name in ((training.transfer, "stage"), (training.store.backend.worker, "submit")):
         training.arrive(0, training.gradient(0))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)

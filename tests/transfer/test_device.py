@@ -33,7 +33,7 @@ def transfer() -> Iterator[DeviceStreams]:
     warm = torch.zeros(8, device=device_type()).fill_(1.0).clone()
     keep_busy(1)
     slot = floats(transfer, 8)
-    transfer.bring(warm, slot, transfer.mark(), None).wait()
+    transfer.stage(warm, slot, transfer.mark(), None).wait()
     transfer.publish(slot, warm).wait()
     torch.accelerator.synchronize()
     yield transfer
@@ -58,7 +58,7 @@ def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: DeviceStreams)
     torch.accelerator.synchronize()
     keep_busy(LONG)
     source.fill_(7.0)
-    handle = transfer.bring(source, buffer, transfer.mark(), None)
+    handle = transfer.stage(source, buffer, transfer.mark(), None)
     assert not handle.done()
     handle.wait()
     assert handle.done() and handle.target is buffer
@@ -69,7 +69,7 @@ def test_a_wait_leaves_its_cpu_to_others(transfer: DeviceStreams) -> None:
     source, buffer = torch.zeros(NUMEL, device=device_type()), floats(transfer)
     torch.accelerator.synchronize()
     keep_busy(4 * LONG)
-    handle = transfer.bring(source, buffer, transfer.mark(), None)
+    handle = transfer.stage(source, buffer, transfer.mark(), None)
     began, began_work = time.perf_counter(), time.thread_time()
     handle.wait()
     assert time.thread_time() - began_work < (time.perf_counter() - began) / 4
@@ -81,7 +81,7 @@ def test_without_its_mark_a_copy_is_early(transfer: DeviceStreams) -> None:
     torch.accelerator.synchronize()
     keep_busy(LONG)
     source.fill_(7.0)
-    transfer.bring(source, buffer, (), None).wait()
+    transfer.stage(source, buffer, (), None).wait()
     assert all_are(buffer, 0.0)
     torch.accelerator.synchronize()
 
@@ -92,7 +92,7 @@ def test_later_work_on_the_current_stream_is_not_waited_for(transfer: DeviceStre
     torch.accelerator.synchronize()
     with busy_stream(LONG):
         (later,) = transfer.mark()
-        transfer.bring(source, buffer, ready, None).wait()
+        transfer.stage(source, buffer, ready, None).wait()
         assert all_are(buffer, 3.0)
         assert not later.query()
     torch.accelerator.synchronize()
@@ -104,7 +104,7 @@ def test_the_source_may_be_let_go_of_at_once(transfer: DeviceStreams) -> None:
     keep_busy(LONG)
     for value, buffer in enumerate(buffers):
         source = torch.full((NUMEL,), float(value), device=device_type())
-        transfer.bring(source, buffer, transfer.mark(), None)
+        transfer.stage(source, buffer, transfer.mark(), None)
         del source
         torch.full((NUMEL,), -1.0, device=device_type())  # would take the memory if it were free
     transfer.synchronize()
@@ -115,7 +115,7 @@ def test_the_source_is_free_when_the_copy_is_done(transfer: DeviceStreams) -> No
     buffer = floats(transfer)
     gc.collect()
     before = torch.accelerator.memory_allocated()
-    handle = transfer.bring(torch.ones(NUMEL, device=device_type()), buffer, transfer.mark(), None)
+    handle = transfer.stage(torch.ones(NUMEL, device=device_type()), buffer, transfer.mark(), None)
     assert torch.accelerator.memory_allocated() >= before + 4 * NUMEL
     handle.wait()
     assert torch.accelerator.memory_allocated() == before
@@ -130,7 +130,7 @@ def test_another_thread_enqueues(transfer: DeviceStreams) -> None:
     source.fill_(7.0)
     ready = transfer.mark()
     handles: list[Copy] = []
-    thread = threading.Thread(target=lambda: handles.append(transfer.bring(source, buffer, ready, None)))
+    thread = threading.Thread(target=lambda: handles.append(transfer.stage(source, buffer, ready, None)))
     thread.start()
     thread.join()
     handles[0].wait()
@@ -144,7 +144,7 @@ def test_concurrent_enqueuers(transfer: DeviceStreams) -> None:
     def enqueue(row: int) -> None:
         for i in range(20):
             source = torch.full((1024,), float(100 * row + i), device=device_type())
-            handle = transfer.bring(source, buffers[row, i], transfer.mark(), None)
+            handle = transfer.stage(source, buffers[row, i], transfer.mark(), None)
             results.append((handle, float(100 * row + i)))
 
     threads = [threading.Thread(target=enqueue, args=(row,)) for row in range(4)]
@@ -167,7 +167,7 @@ def test_the_bound_holds_and_gradients_are_freed_early() -> None:
     before = torch.accelerator.memory_allocated()
     for value, buffer in enumerate(buffers):
         source = torch.full((NUMEL,), float(value), device=device_type())
-        transfer.bring(source, buffer, transfer.mark(), None)
+        transfer.stage(source, buffer, transfer.mark(), None)
         del source
     assert transfer.down.peak_bytes == 2 * 4 * NUMEL
     # Two under way and the one that is being made, of the eight.
@@ -204,7 +204,7 @@ def test_a_slot_is_reused_after_its_publish(transfer: DeviceStreams) -> None:
     transfer.begin_publish()
     published = transfer.publish(slot, parameter)
     transfer.end_publish()
-    transfer.bring(gradient, slot, ready, published).wait()
+    transfer.stage(gradient, slot, ready, published).wait()
     torch.accelerator.synchronize()
     assert all_are(parameter, 5.0) and all_are(slot, 9.0)
 
@@ -219,7 +219,7 @@ def test_reading_blocks(transfer: DeviceStreams) -> None:
 def test_synchronize_waits_for_both_streams(transfer: DeviceStreams) -> None:
     source, buffer = torch.ones(NUMEL, device=device_type()), floats(transfer)
     keep_busy(LONG)
-    down = transfer.bring(source, buffer, transfer.mark(), None)
+    down = transfer.stage(source, buffer, transfer.mark(), None)
     transfer.begin_publish()
     up = transfer.publish(floats(transfer), source)
     transfer.synchronize()
@@ -278,7 +278,7 @@ def test_what_stays_on_the_device_is_not_copied() -> None:
     device = current_device()
     transfer = DeviceStreams(device)
     tensor = torch.ones(4, device=device)
-    handle = transfer.bring(tensor, None, transfer.mark(), None)
+    handle = transfer.stage(tensor, None, transfer.mark(), None)
     assert handle.done() and handle.target is tensor
     assert transfer.output_for(tensor, None) is tensor and transfer.read(tensor) is tensor
     assert not transfer.staged and transfer.allocate(8).device == device

@@ -9,7 +9,7 @@ def test_nothing_is_copied() -> None:
     transfer = CopyStreams()
     gradient, parameter = torch.ones(5), torch.zeros(5)
     assert not transfer.staged
-    handle = transfer.bring(gradient, None, transfer.mark(), None)
+    handle = transfer.stage(gradient, None, transfer.mark(), None)
     handle.wait()
     assert handle.done()
     assert handle.target.data_ptr() == gradient.data_ptr()
@@ -26,7 +26,7 @@ def test_nothing_is_copied() -> None:
 
 def test_the_handle_keeps_the_gradient() -> None:
     transfer = CopyStreams()
-    handle = transfer.bring(torch.full((5,), 3.0), None, (), None)
+    handle = transfer.stage(torch.full((5,), 3.0), None, (), None)
     torch.full((5,), 4.0)  # would take the memory if it were free
     assert torch.equal(handle.target, torch.full((5,), 3.0))
 

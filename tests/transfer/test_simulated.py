@@ -34,7 +34,7 @@ class RecordedTime:
 
 
 def up(transfer: SimulatedTransfer, source: torch.Tensor, after: Copy | None = None) -> Copy:
-    return transfer.bring(source, torch.zeros_like(source), transfer.mark(), after)
+    return transfer.stage(source, torch.zeros_like(source), transfer.mark(), after)
 
 
 # -- order and delays ---------------------------------------------------------
@@ -44,7 +44,7 @@ def up(transfer: SimulatedTransfer, source: torch.Tensor, after: Copy | None = N
 def test_copies_of_a_stream_run_in_order(seed: int) -> None:
     transfer = SimulatedTransfer(seed=seed)
     target = torch.zeros(3)
-    handles = [transfer.bring(torch.full((3,), float(i)), target, (), None) for i in range(20)]
+    handles = [transfer.stage(torch.full((3,), float(i)), target, (), None) for i in range(20)]
     for i, handle in enumerate(handles):
         handle.wait()
         assert all(earlier.done() for earlier in handles[:i])
@@ -106,7 +106,7 @@ def test_no_delay_when_none_is_asked_for() -> None:
 
 def test_after_is_honoured(transfer: SimulatedTransfer, gate) -> None:
     buffer = torch.zeros(3)
-    handle = transfer.bring(torch.ones(3), buffer, (), gate)
+    handle = transfer.stage(torch.ones(3), buffer, (), gate)
     time.sleep(0.02)  # ten times the longest delay
     assert not handle.done() and torch.equal(buffer, torch.zeros(3))
     gate.open()
@@ -119,7 +119,7 @@ def test_a_slot_is_reused_after_its_publish() -> None:
         transfer = SimulatedTransfer(seed=seed)
         slot, parameter = torch.full((3,), 5.0), torch.zeros(3)
         published = transfer.publish(slot, parameter)
-        transfer.bring(torch.full((3,), 9.0), slot, (), published).wait()
+        transfer.stage(torch.full((3,), 9.0), slot, (), published).wait()
         assert torch.equal(parameter, torch.full((3,), 5.0)) and torch.equal(slot, torch.full((3,), 9.0))
         transfer.close()
 
@@ -129,7 +129,7 @@ def test_a_slot_is_reused_after_its_publish() -> None:
 
 def test_the_source_may_be_let_go_of_at_once(transfer: SimulatedTransfer, gate) -> None:
     buffer = torch.zeros(3)
-    transfer.bring(torch.full((3,), 4.0), buffer, (), gate)  # neither source nor handle is kept
+    transfer.stage(torch.full((3,), 4.0), buffer, (), gate)  # neither source nor handle is kept
     gc.collect()
     gate.open()
     transfer.synchronize()
@@ -215,7 +215,7 @@ def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_failed_copy_is_reported_and_the_stream_goes_on(transfer: SimulatedTransfer) -> None:
     gate = SimulatedCopy(torch.ones(1), torch.ones(1))  # until both are enqueued, neither is known to fail
-    failed = transfer.bring(torch.ones(3), torch.zeros(2), None, gate)
+    failed = transfer.stage(torch.ones(3), torch.zeros(2), (), gate)
     later = up(transfer, torch.ones(3))
     gate.finish(None)
     later.wait()
@@ -289,7 +289,7 @@ def test_a_stream_at_rest_keeps_nothing_alive() -> None:
     threads, gone = threads_of(transfer), weakref.ref(transfer)
     buffer = torch.zeros(3)
     freed = weakref.ref(buffer)
-    transfer.bring(torch.ones(3), buffer, (), None).wait()
+    transfer.stage(torch.ones(3), buffer, (), None).wait()
     del buffer
     transfer.synchronize()
     for _ in range(100):  # the thread has told the handle, and then lets go
@@ -312,7 +312,7 @@ import torch
 from longshore import SimulatedTransfer
 transfer = SimulatedTransfer(max_delay_s=0.3)
 for _ in range(4):
-    handles.append(transfer.bring(torch.ones(3), torch.zeros(3), (), None))
+    handles.append(transfer.stage(torch.ones(3), torch.zeros(3), (), None))
 """
 
 

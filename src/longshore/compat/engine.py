@@ -96,10 +96,11 @@ class Engine(CoreEngine):
         config: Config,
         ranks: Ranks,
         binding: Binding,
-        given: Any = None,
+        watch: ConfigWatch,
     ) -> None:
         super().__init__(module, optimizer, config, ranks, binding)
-        self._given = ConfigWatch(given if isinstance(given, Mapping) else {})
+        self._watch = watch
+        watch.begin()
         self._file: Mapping[str, Any] = {}
         """Content of a DeepSpeed file, where DeepSpeed's names are to be answered by it."""
         self._client_name = ""
@@ -111,7 +112,7 @@ class Engine(CoreEngine):
         return super().__getattr__(name)
 
     def _check_kept(self) -> None:
-        self._given.check()
+        self._watch.check()
         super()._check_kept()
 
     # -- weights --------------------------------------------------------------
@@ -466,9 +467,9 @@ def make_by_file(
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
     environ = _environ(port, required)
     config, ranks = _only(configs), data_ranks(checked, environ)
+    watching = functools.partial(kind, watch=ConfigWatch(config if given is None else given))
     # Read before the ranks meet, so that a mistake in a file is reported without waiting for the others.
     loaded = load_config(config, world_size=ranks, needs_optimizer=optimizer is None)
-    watching = functools.partial(kind, given=config if given is None else given)
     return make(checked, loaded.config, optimizer, environ=environ, notes=loaded.notes, kind=watching, **arguments)
 
 

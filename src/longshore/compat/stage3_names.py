@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longshore.seam import Unplaced, comes_in_shards, is_sharded, present, unplaced
+from longshore.seam import Answer, Unplaced, comes_in_shards, is_sharded, present, unplaced
 
 
 class ZeroParamStatus(Enum):
@@ -74,18 +74,6 @@ def _refused(name: str) -> Callable[[Tensor], Any]:
     return refuse
 
 
-class _Answer:
-    """An attribute that is worked out when it is read; unlike a property, it lets attributes of a tensor's own be set,
-    as those of DeepSpeed's files are when they are read."""
-
-    def __init__(self, read: Callable[[Tensor], Any]) -> None:
-        self._read = read
-
-    def __get__(self, tensor: Tensor | None, kind: Any = None) -> Any:
-        # Of the class it is None: torch asks each attribute of the class that has __get__ for a __set__.
-        return None if tensor is None else self._read(tensor)
-
-
 def show_status() -> None:
     """Give tensors ``ds_status``, ``ds_shape`` and ``ds_numel``, and those that have to be gathered ``ds_id``.
 
@@ -93,7 +81,7 @@ def show_status() -> None:
     """
     found = {"ds_status": _status, "ds_shape": _shape, "ds_numel": _numel, "ds_id": _number}
     for name, read in {**found, **{name: _refused(name) for name in _REFUSED.split()}}.items():
-        setattr(torch.Tensor, name, _Answer(read))
+        setattr(torch.Tensor, name, Answer(read))
 
 
 def number(parameters: Iterable[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The engine, which trains one model on several ranks."""
 
-from longshore.engine.config import Config, ConfigError
+from longshore.engine.config.base import ConfigError
+from longshore.engine.config.model import Config
 from longshore.engine.creation import Init
 from longshore.engine.engine import Engine
 from longshore.engine.ranks import init_distributed

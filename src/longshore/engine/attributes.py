@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -26,15 +27,16 @@ _INSTEAD_OF_ASSIGNING = {
 
 
 class Answer:
-    """A read-only attribute that is worked out when it is read. Unlike a property, it lets a function be put in its
-    place, as a method does: scripts and tests wrap the engine's answers."""
+    """An attribute that is worked out when it is read. Unlike a property, it lets an object have another value in its
+    place: scripts and tests wrap the engine's answers, and tensors of DeepSpeed's files have their own."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
         self.__doc__ = read.__doc__
 
-    def __get__(self, engine: Any, kind: Any = None) -> Any:
-        return self if engine is None else self.read(engine)
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        # Of the class it is None: torch asks each attribute of a class that has __get__ for a __set__.
+        return None if owner is None else self.read(owner)
 
 
 class EngineAttributes(nn.Module):
@@ -71,7 +73,7 @@ class EngineAttributes(nn.Module):
         if name in _FIXED and value is not getattr(self, name):
             instead = _FIXED[name]
             raise AttributeError(f"engine.{name} cannot be assigned; {instead}")
-        of_class = getattr(type(self), name, None)
+        of_class = inspect.getattr_static(type(self), name, None)
         is_method = callable(of_class) or isinstance(of_class, Answer)
         if is_method and not callable(value):  # a function may wrap the method: those who call it call the function
             instead = _INSTEAD_OF_ASSIGNING.get(name, "set it in the configuration, before initialize()")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.launch import detect
 from longshore.engine.ranks import Ranks
 from longshore.machine import (

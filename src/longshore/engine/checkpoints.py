@@ -21,8 +21,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
-from longshore.engine.config import Config
 from longshore.engine.config.decisive import decisive
+from longshore.engine.config.model import Config
 from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks

@@ -15,7 +15,7 @@ from longshore.accelerator import Stopwatch
 from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints, Saving
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.monitoring import StepFigures, reports_of

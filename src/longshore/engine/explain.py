@@ -13,7 +13,7 @@ from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
 from longshore.engine.binding import Binding
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.ranks import Ranks
 from longshore.layout.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFormat
 from longshore.optim.parameters import ParameterRecord

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.accelerator import Stopwatch, accelerator_type
-from longshore.engine.config import Config
-from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.config.model import Config, CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.flops import FlopsProfiler
 from longshore.engine.ranks import Ranks
 from longshore.kernels import Buffer, TileSegment, element_bytes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.engine.client import converted
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.config.optimizers import MuonConfig
 from longshore.engine.muon import muon_groups_of
 from longshore.optim.muon_groups import show_groups

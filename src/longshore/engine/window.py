@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from longshore.accelerator import number_of
-from longshore.engine.config import Config
+from longshore.engine.config.model import Config
 from longshore.engine.wording import is_integer
 from longshore.errors import GradientError, LongshoreError
 

@@ -93,8 +93,6 @@ class OptimizerCore:
             take_up(self)  # lazy parameters may have their shapes by now
         if self._source is not None:
             return self._source
-        if not self.empty:
-            raise ValueError("the optimizer has no parameters: run a model with lazy ones once before")
         if self._nothing is None:
             self._nothing = self._source_on(torch.device("cpu"))
         return self._nothing

@@ -20,7 +20,7 @@ from longshore.accelerator import mark_on
 from longshore.errors import ParameterError
 from longshore.tiles import Ranges, Recorder
 from longshore.tiles.events import COPY_TO_HOST, FETCH, NO_RECORDER, Recorders, annotating
-from longshore.transfer import Copy, DeviceCopyStream, Fetch, PinnedPool
+from longshore.transfer import Copy, DeviceCopyStream, DeviceFetch, PinnedPool
 
 _FIRST = (1 << 63) - 1
 """Sequence number of functions that backward runs as soon as it can."""
@@ -59,7 +59,7 @@ class Lanes:
         self._recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
         self.to_device.times_copies = self.to_host.times_copies = any(each.times_copies for each in self.recorders)
 
-    def fetch(self, values: Tensor) -> Fetch:
+    def fetch(self, values: Tensor) -> DeviceFetch:
         """Begin to copy values in pinned memory to new memory on the device."""
         self.fetched_bytes += values.nbytes
         recorder = self._recorder
@@ -70,7 +70,7 @@ class Lanes:
         recorder.copying(FETCH, None, fetch, begin_ns)
         return fetch
 
-    def reach(self, fetch: Fetch) -> Tensor:
+    def reach(self, fetch: DeviceFetch) -> Tensor:
         """Return what is fetched; later work of the current stream waits for the copy."""
         if not self.to_device.times_copies:
             return fetch.reach()
@@ -177,7 +177,7 @@ class StreamedParameter:
             # A dense parameter keeps its strides: other ones would choose other kernels.
             strides = torch.empty_like(rest, device="meta").stride()
             rest.data = memory.view(rest.dtype).as_strided(rest.shape, strides).copy_(rest.data)
-        self._fetch: Fetch | None = None
+        self._fetch: DeviceFetch | None = None
         self._fetched = self._now()
         self._placed = 0
         self._make_twin()

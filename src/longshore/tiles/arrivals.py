@@ -114,7 +114,7 @@ class Arrivals:
             into, after = slot.view(tile.gradient_dtype, entry.segment), slot.last_publish
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
-        handle = self._streams.bring(entry.gradient, into, entry.ready, after)
+        handle = self._streams.stage(entry.gradient, into, entry.ready, after)
         recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle
 
@@ -130,11 +130,11 @@ class Arrivals:
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         try:
-            handles = [self._streams.bring(bundle, into, ready, slot.last_publish)]
+            handles = [self._streams.stage(bundle, into, ready, slot.last_publish)]
         except torch.OutOfMemoryError:
             handles = [self._copy(tile, entry, slot) for entry in run[:-1]]
             into = slot.view(tile.gradient_dtype, run[-1].segment)
-            handles.append(self._streams.bring(run[-1].gradient, into, run[-1].ready, slot.last_publish))
+            handles.append(self._streams.stage(run[-1].gradient, into, run[-1].ready, slot.last_publish))
         recorder.copying(COPY_TO_HOST, tile.layout.index, handles[-1], begin_ns)
         return handles
 

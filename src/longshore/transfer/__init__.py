@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 
 from longshore.accelerator import is_accelerator
-from longshore.transfer.copy_stream import (
-    Bundle,
-    Copy,
-    CopyStream,
-    CopyStreams,
-    Fetch,
-    FinishedCopy,
-    wait_for_all,
-)
-from longshore.transfer.device import DeviceCopy, DeviceCopyStream, DeviceStreams
+from longshore.transfer.copy_stream import Bundle, Copy, CopyStream, CopyStreams, FinishedCopy, wait_for_all
+from longshore.transfer.device import DeviceCopy, DeviceCopyStream, DeviceFetch, DeviceStreams
 from longshore.transfer.pinned import PinnedPool, allocate_pinned, part_of
 from longshore.transfer.private import allocate_private, copy_on_fork
 from longshore.transfer.simulated import SimulatedTransfer
@@ -26,8 +18,8 @@ __all__ = [
     "CopyStreams",
     "DeviceCopy",
     "DeviceCopyStream",
+    "DeviceFetch",
     "DeviceStreams",
-    "Fetch",
     "FinishedCopy",
     "PinnedPool",
     "SimulatedTransfer",

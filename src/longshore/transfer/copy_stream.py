@@ -79,7 +79,7 @@ class Copy(ABC):
         target: has the bytes once the copy is done; of a copy to several tensors, the memory that is copied.
         num_bytes: how many it copies.
         order: how many copies its stream had begun before.
-        timed: events of the device where the copy begins and ends, if the transfer times its copies.
+        timed: events of the device where the copy begins and ends, if its stream times them.
     """
 
     target: Tensor
@@ -100,22 +100,6 @@ def wait_for_all(copies: Iterable[Copy]) -> None:
     """Wait for copies of one stream. They run one after the other, so the host waits for the last one alone."""
     for copy in sorted(set(copies), key=lambda each: each.order, reverse=True):
         copy.wait()
-
-
-class Fetch(Copy):
-    """Handle of a copy to the device that is used there: of parameters, or of inputs that are computed with again."""
-
-    @abstractmethod
-    def end(self) -> Copy:
-        """Return a handle of the copy's end, which keeps no tensor."""
-
-    @abstractmethod
-    def reach(self) -> Tensor:
-        """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
-
-    @abstractmethod
-    def take(self) -> Tensor:
-        """As :meth:`reach`, for the last time: the handle does not keep the tensor any longer."""
 
 
 class FinishedCopy(Copy):
@@ -262,7 +246,7 @@ class CopyStreams:
         return allocate_private(num_bytes)
 
     def mark(self) -> Sequence[Mark]:
-        """Return the current position of the current stream; any thread may pass it to :meth:`bring`."""
+        """Return the current position of the current stream; any thread may pass it to :meth:`stage`."""
         return ()
 
     @property
@@ -270,7 +254,7 @@ class CopyStreams:
         """How many bytes of gradients may wait in device memory to be copied together."""
         return 0 if self.down is None else self.down.limit_bytes // 2  # while these wait, others may be on their way
 
-    def bring(self, source: Tensor | Bundle, buffer: Tensor | None, ready: Sequence[Mark], after: Copy | None) -> Copy:
+    def stage(self, source: Tensor | Bundle, buffer: Tensor | None, ready: Sequence[Mark], after: Copy | None) -> Copy:
         """Copy gradients into ``buffer`` once each of ``ready`` is reached and ``after`` is done; may wait for other
         copies. Where nothing is staged, the handle's target is the gradient itself."""
         if self.down is None:

@@ -18,7 +18,6 @@ from longshore.transfer.copy_stream import (
     Copy,
     CopyStream,
     CopyStreams,
-    Fetch,
     bytes_between,
     copy_now,
     whole_of,
@@ -26,52 +25,8 @@ from longshore.transfer.copy_stream import (
 from longshore.transfer.pinned import allocate_pinned
 
 
-class DeviceCopy(Copy):
-    """Handle of a copy on a stream of the device, which keeps both sides until it is over."""
-
-    def __init__(
-        self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event, stream: torch.Stream
-    ) -> None:
-        self.target = whole_of(source, target)
-        self.num_bytes = bytes_between(source, target)
-        self.event = event
-        self._stream = stream
-        self._kept: tuple[Tensor | Bundle, Tensor | Bundle] | None = source, target
-        self._done = False
-
-    def done(self) -> bool:
-        if not self._done and self.event.query():
-            self._done, self._kept = True, None
-        return self._done
-
-    def wait(self) -> None:
-        if not self.done():
-            wait_for(self.event)
-            self._done, self._kept = True, None
-
-    def let_go(self) -> None:
-        """Keep the source no longer: torch frees its memory once the copy is over. The caller keeps the target."""
-        kept = self._kept  # which another thread may set to None meanwhile
-        if not self.done() and kept is not None and isinstance(kept[0], Tensor):
-            kept[0].record_stream(self._stream)
-            self._kept = None
-
-
-def _around(
-    stream: torch.Stream, timed: bool, copy: Callable[[], object]
-) -> tuple[torch.Event, tuple[torch.Event, torch.Event] | None]:
-    """Enqueue a copy on a stream, which is current; return the event behind it and, if it is timed, both around it."""
-    if not timed:
-        copy()
-        return stream.record_event(), None
-    begun = timed_event(stream)
-    copy()
-    ended = timed_event(stream)
-    return ended, (begun, ended)
-
-
-class CopyEnd(Copy):
-    """The end of a copy, which keeps neither of its tensors: it says when both may be written again."""
+class DeviceHandle(Copy):
+    """Handle of a copy on a stream of the device, which ends at ``event``. It keeps no tensor."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -83,7 +38,38 @@ class CopyEnd(Copy):
         wait_for(self.event)
 
 
-class DeviceFetch(Fetch):
+class DeviceCopy(DeviceHandle):
+    """Handle of a copy that keeps both sides until it is over."""
+
+    def __init__(
+        self, source: Tensor | Bundle, target: Tensor | Bundle, event: torch.Event, stream: torch.Stream
+    ) -> None:
+        super().__init__(event)
+        self.target = whole_of(source, target)
+        self.num_bytes = bytes_between(source, target)
+        self._stream = stream
+        self._kept: tuple[Tensor | Bundle, Tensor | Bundle] | None = source, target
+        self._done = False
+
+    def done(self) -> bool:
+        if not self._done and self.event.query():
+            self._done, self._kept = True, None
+        return self._done
+
+    def wait(self) -> None:
+        if not self.done():
+            super().wait()
+            self._done, self._kept = True, None
+
+    def let_go(self) -> None:
+        """Leave the source to torch, which frees its memory once the copy is over. The caller keeps the target."""
+        kept = self._kept  # which another thread may set to None meanwhile
+        if not self.done() and kept is not None and isinstance(kept[0], Tensor):
+            kept[0].record_stream(self._stream)
+            self._kept = None
+
+
+class DeviceFetch(DeviceHandle):
     """Handle of a copy to the device that somebody will :meth:`take`.
 
     It keeps both tensors until then. Afterwards everything that uses or frees the one on the device follows the copy.
@@ -106,8 +92,8 @@ class DeviceFetch(Fetch):
         home: torch.Stream,
         stream: torch.Stream,
     ) -> None:
+        super().__init__(event)
         self.num_bytes = target.nbytes
-        self.event = event
         self._kept: tuple[Tensor, Tensor, Tensor] | None = source, target, whole
         self._home = home
         self._stream: torch.Stream | None = stream
@@ -117,17 +103,12 @@ class DeviceFetch(Fetch):
         if self._stream is not None and self._kept is not None and not self.event.query():
             self._kept[2].record_stream(self._stream)
 
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        wait_for(self.event)
-
     def end(self) -> Copy:
         """Return a handle of the copy's end, which keeps no tensor."""
-        return CopyEnd(self.event)
+        return DeviceHandle(self.event)
 
     def reach(self) -> Tensor:
+        """Return the tensor; later work of the current stream waits for the copy, and the host goes on."""
         assert self._kept is not None
         _, _, whole = self._kept
         stream = torch.accelerator.current_stream(whole.device)
@@ -138,8 +119,22 @@ class DeviceFetch(Fetch):
         return whole
 
     def take(self) -> Tensor:
+        """As :meth:`reach`, for the last time: the handle does not keep the tensor any longer."""
         whole, self._kept = self.reach(), None
         return whole
+
+
+def _around(
+    stream: torch.Stream, timed: bool, copy: Callable[[], object]
+) -> tuple[torch.Event, tuple[torch.Event, torch.Event] | None]:
+    """Enqueue a copy on a stream, which is current; return the event behind it and, if it is timed, both around it."""
+    if not timed:
+        copy()
+        return stream.record_event(), None
+    begun = timed_event(stream)
+    copy()
+    ended = timed_event(stream)
+    return ended, (begun, ended)
 
 
 class DeviceCopyStream(CopyStream):
@@ -169,7 +164,7 @@ class DeviceCopyStream(CopyStream):
             # Only the device waits for these events; the host goes on at once.
             for mark in ready:
                 self.stream.wait_event(mark)
-            if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):
+            if isinstance(after, DeviceHandle):
                 self.stream.wait_event(after.event)
             event, timed = _around(self.stream, self.times_copies, lambda: copy_now(source, target))
         # The handle keeps all tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
@@ -184,7 +179,7 @@ class DeviceCopyStream(CopyStream):
         home = self._current()
         # Work that is enqueued on the current stream may still use what was in this memory before.
         self.stream.wait_event(home.record_event())
-        if isinstance(after, DeviceCopy | DeviceFetch | CopyEnd):
+        if isinstance(after, DeviceHandle):
             self.stream.wait_event(after.event)
         with current_stream_is(self.stream), torch.no_grad():
             event, timed = _around(self.stream, self.times_copies, lambda: target.copy_(source, non_blocking=True))
@@ -212,6 +207,8 @@ class DeviceStreams(CopyStreams):
     def __init__(
         self, device: torch.device, down: DeviceCopyStream | None = None, up: DeviceCopyStream | None = None
     ) -> None:
+        self.down: DeviceCopyStream | None
+        self.up: DeviceCopyStream | None
         super().__init__(device, down, up)
         self._beside = new_stream(device)
 
@@ -255,7 +252,7 @@ class DeviceStreams(CopyStreams):
 
     def time_copies(self, timed: bool) -> None:
         for stream in (self.down, self.up):
-            if isinstance(stream, DeviceCopyStream):
+            if stream is not None:
                 stream.times_copies = timed
 
     def begin_job(self) -> None:

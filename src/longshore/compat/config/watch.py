@@ -23,11 +23,15 @@ class ConfigWatch:
     _latest: ClassVar[WeakValueDictionary[int, ConfigWatch]] = WeakValueDictionary()
     """By the id of the mapping, which the value keeps alive."""
 
-    def __init__(self, given: Mapping[Any, Any]) -> None:
-        self._given, self._before = given, _known(given)
-        if (former := self._latest.get(id(given))) is not None:
+    def __init__(self, given: Any) -> None:
+        self._given = given if isinstance(given, Mapping) else {}
+        self._before = _known(self._given)
+
+    def begin(self) -> None:
+        """Watch from now on; an engine that was made of the same mapping before no longer minds its changes."""
+        if (former := self._latest.get(id(self._given))) is not None and former is not self:
             former._given = former._before = {}
-        self._latest[id(given)] = self
+        self._latest[id(self._given)] = self
 
     def check(self) -> None:
         """Raise LongshoreError if a setting is not what it was."""
