@@ -135,17 +135,18 @@ def test_a_configuration_that_is_read_as_another_is_found(monkeypatch: pytest.Mo
     )
     program = ["m = Net()", f"e, o, p = initialized(m, {text!r})", "e.backward(e(1))", "e.step()"]
     assert run(program).refused == {"wrong configuration": 1}
+    initialize = longshore.initialize
+
+    def initialize_leniently(model: Any, config: Any) -> Any:
+        config = json.loads(text)
+        del config["optimizer"]["parms"]
+        return initialize(model=model, config=config)
+
     with monkeypatch.context() as patch:
-        patch.setattr("longshore.initialize", lambda model, config: initialize_leniently(model, text))
+        patch.setattr("longshore.initialize", initialize_leniently)
         found = run(program).finding
     assert found is not None
     assert found.kind == "only plain PyTorch raises Unreadable"
-
-
-def initialize_leniently(model: Any, text: str) -> Any:
-    config = json.loads(text)
-    del config["optimizer"]["parms"]
-    return longshore.engine.initialize(model=model, config=config)
 
 
 def gradients_are_halved_on_their_way(patch: pytest.MonkeyPatch) -> None:
