@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import longshore
 from longshore.kernels import UNSCALED, Kernels, Scale, total_of_blocks
 from longshore.kernels.reference import rule_step
-from longshore.layout.formats import StateFormat
-from longshore.layout.tiles import TileLayout, TileRun, count_tiles
+from longshore.layout.tiles import Spec, TileLayout, tile_runs
 from longshore.optim.rules.lion import LionRule
 
 
@@ -219,13 +218,9 @@ def sum_of_squares(kernels: Kernels, parameters: Sequence[Sequence[Tensor]], sca
     return total_of_blocks(kernels.block_sums(parameters, scale))
 
 
-def plan_tiles(
-    parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0, unit: int = 1
-) -> tuple[TileLayout, ...]:
-    """Each tile of ``count_tiles``, as the store makes them."""
+def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:
+    """Each tile of ``(index, numel)``, as the store makes them."""
     tiles: list[TileLayout] = []
-    entries = list(parameters)
-    for count in count_tiles(entries, tile_numel, unit):
-        run = TileRun(count, torch.float32, StateFormat.FP32)
-        tiles += run.layouts(first_index + len(tiles), {index: 0 for index, _ in entries})
+    for run in tile_runs((Spec(index, numel, torch.float32) for index, numel in parameters), tile_numel):
+        tiles += run.layouts(first_index + len(tiles))
     return tuple(tiles)

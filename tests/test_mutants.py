@@ -129,8 +129,8 @@ def test_what_no_longer_applies_is_said_of_each() -> None:
         Mutant("of a lost test", function, source, "", ("tests/test_mutants.py::test_lost",)),
         Mutant("of a lost function", "lost", source, "", here),
         Mutant("of a lost statement", function, "no such statement", "", here),
-        Mutant("no code", "TileCount", "tiles: int", "tiles: :", here),
-        Mutant("no change", "TileCount", "tiles: int", "tiles: int  # changed", here),
+        Mutant("no code", "TileRun", "tiles: int", "tiles: :", here),
+        Mutant("no change", "TileRun", "tiles: int", "tiles: int  # changed", here),
     ]
     said = what_does_not_apply(mutants)
     assert [line.partition(": ")[0] for line in said] == [mutant.name for mutant in mutants]

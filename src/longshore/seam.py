@@ -139,18 +139,19 @@ if TYPE_CHECKING:
     from longshore.kernels import element_bytes as element_bytes
     from longshore.kernels import newton_schulz as newton_schulz
     from longshore.layout.boxes import Box as Box
-    from longshore.layout.divisions import chunk as chunk
-    from longshore.layout.divisions import fill_buckets as fill_buckets
-    from longshore.layout.divisions import shard_numel_of as shard_numel_of
-    from longshore.layout.divisions import shard_parts as shard_parts
+    from longshore.layout.divisions import Bucket as Bucket
+    from longshore.layout.divisions import division_of as division_of
     from longshore.layout.formats import StateFormat as StateFormat
     from longshore.layout.formats import parse_state_format as parse_state_format
+    from longshore.layout.layout import Layout as Layout
+    from longshore.layout.memory import PIPELINE_DEPTH as PIPELINE_DEPTH
+    from longshore.layout.memory import HomeLayout as HomeLayout
+    from longshore.layout.memory import Spares as Spares
     from longshore.layout.tiles import MatrixLayout as MatrixLayout
-    from longshore.layout.tiles import TileCount as TileCount
+    from longshore.layout.tiles import Spec as Spec
+    from longshore.layout.tiles import TileRun as TileRun
     from longshore.layout.tiles import default_tile_numel as default_tile_numel
-    from longshore.layout.tiles import kept_on_device as kept_on_device
-    from longshore.layout.tiles import padded_bytes as padded_bytes
-    from longshore.layout.tiles import tile_runs as tile_runs
+    from longshore.layout.tiles import runs_by_home as runs_by_home
     from longshore.machine import available_bytes as available_bytes
     from longshore.machine import start as start
     from longshore.machine import text_of as text_of
@@ -198,7 +199,6 @@ if TYPE_CHECKING:
     from longshore.tiles import Ranges as Ranges
     from longshore.tiles import Recorder as Recorder
     from longshore.tiles import events as events
-    from longshore.tiles.arrivals import LANDING_SLOTS as LANDING_SLOTS
     from longshore.tiles.bets import speculation_budget as speculation_budget
     from longshore.tiles.events import ADD as ADD
     from longshore.tiles.events import ARRIVE as ARRIVE
@@ -209,7 +209,6 @@ if TYPE_CHECKING:
     from longshore.tiles.events import KEPT as KEPT
     from longshore.tiles.events import MEASURE as MEASURE
     from longshore.tiles.events import NORM as NORM
-    from longshore.tiles.events import PIPELINE_DEPTH as PIPELINE_DEPTH
     from longshore.tiles.events import PUBLISH as PUBLISH
     from longshore.tiles.events import REDONE as REDONE
     from longshore.tiles.events import SCHEDULE as SCHEDULE
@@ -279,9 +278,11 @@ HOMES = {
     "longshore.engine.wording": "did_you_mean shown",
     "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES TileSegment element_bytes newton_schulz",
     "longshore.layout.boxes": "Box",
-    "longshore.layout.divisions": "chunk fill_buckets shard_numel_of shard_parts",
+    "longshore.layout.divisions": "Bucket division_of",
     "longshore.layout.formats": "StateFormat parse_state_format",
-    "longshore.layout.tiles": "MatrixLayout TileCount default_tile_numel kept_on_device padded_bytes tile_runs",
+    "longshore.layout.layout": "Layout",
+    "longshore.layout.memory": "HomeLayout PIPELINE_DEPTH Spares",
+    "longshore.layout.tiles": "MatrixLayout Spec TileRun default_tile_numel runs_by_home",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
     "longshore.optim.other_name": "IN_PLACE_OF stands_for",
@@ -305,10 +306,9 @@ HOMES = {
     "longshore.streaming": "streams_of",
     "longshore.streaming.checks": "module_that_cannot",
     "longshore.tiles": "MASTER Ranges Recorder events",
-    "longshore.tiles.arrivals": "LANDING_SLOTS",
     "longshore.tiles.bets": "speculation_budget",
-    "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PIPELINE_DEPTH "
-    "PUBLISH REDONE Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
+    "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PUBLISH REDONE "
+    "Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
     "longshore.tiles.matrix_exchange": "MATRICES_UNDER_WAY Matrix reserved_bytes",
     "longshore.tiles.memory": "allocate_zeros",
     "longshore.torch_versions": "require",

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import longshore
 from longshore import utils
+from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
-from longshore.tiles.arrivals import LANDING_SLOTS
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 WIDTH, WORDS = 5, 13

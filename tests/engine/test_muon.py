@@ -10,6 +10,7 @@ import torch
 from ranks import Ranks
 
 from engine import muon_cases as cases
+from longshore.layout.tiles import DimRange, MatrixLayout, Spec
 from longshore.optim.rules.muon import MuonRule, matrix_layout
 from longshore.sharding.matrices import batched, owners_of
 from longshore.sharding.store import ShardedStore
@@ -121,8 +122,9 @@ def test_matrices_count_as_offloaded() -> None:
 
 def test_tensor_parallelism_is_refused() -> None:
     store = mock.Mock()  # whose gradients are averaged over other ranks than all
+    matrix = MatrixLayout(4, 4, (DimRange(0, 0, 4),)).whole(0)
     with pytest.raises(ValueError, match="tensor parallelism has divided them"):
-        ShardedStore.add_matrices(store, "momentum_buffer", {})
+        ShardedStore._check_undivided(store, [Spec(0, 16, torch.float32, matrix=matrix)])
 
 
 @pytest.mark.parametrize("world_size", [2, 8])

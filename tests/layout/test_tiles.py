@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import plan_tiles
 
-from longshore.layout.tiles import SEGMENT_ALIGNMENT, SMALL_NUMEL, align, count_tiles, default_tile_numel
+from longshore.layout.tiles import SEGMENT_ALIGNMENT, SMALL_NUMEL, Spec, TileRun, align, default_tile_numel, tile_runs
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 
@@ -128,9 +130,13 @@ def test_a_negative_size_is_refused_by_name() -> None:
         plan_tiles([(4, 1), (5, -2)], 8)
 
 
+def runs_of(parameters: Iterable[tuple[int, int]], tile_numel: int) -> list[TileRun]:
+    return list(tile_runs((Spec(index, numel, torch.float32) for index, numel in parameters), tile_numel))
+
+
 @given(numels=sizes, tile_numel=st.integers(1, 300))
 def test_counted_tiles_are_the_tiles(numels: list[int], tile_numel: int) -> None:
-    runs = count_tiles(enumerate(numels), tile_numel)
+    runs = runs_of(enumerate(numels), tile_numel)
     counted = [(run.numel, run.buffer_numel, run.parameters) for run in runs for _ in range(run.tiles)]
     planned = plan_tiles(enumerate(numels), tile_numel)
     assert counted == [
@@ -139,11 +145,11 @@ def test_counted_tiles_are_the_tiles(numels: list[int], tile_numel: int) -> None
 
 
 def test_counting_takes_as_long_as_there_are_parameters() -> None:
-    runs = count_tiles([(0, 10**15), (1, 10**15)], 3)
+    runs = runs_of([(0, 10**15), (1, 10**15)], 3)
     assert len(runs) == 4 and sum(run.tiles for run in runs) == -(-2 * 10**15 // 3)
 
 
 @pytest.mark.parametrize(("parameters", "tile_numel"), [([(0, -1)], 8), ([(0, 1)], 0)])
 def test_what_cannot_be_counted(parameters: list[tuple[int, int]], tile_numel: int) -> None:
     with pytest.raises(ValueError, match=r"parameter 0 has -1 elements|at least one element, not 0"):
-        count_tiles(parameters, tile_numel)
+        runs_of(parameters, tile_numel)

@@ -206,9 +206,9 @@ MUTANTS = [
     ),
     Mutant(
         "every replica counts",
-        "FullySharded.counts_once",
-        "return position.replica == 0 and (position.tp_rank == 0 or self._layout_of(parameter).dim is not None)",
-        "return position.tp_rank == 0 or self._layout_of(parameter).dim is not None",
+        "Grid.shard",
+        "counts = replica == 0 and (tp_rank == 0 or layout.dim is not None)",
+        "counts = tp_rank == 0 or layout.dim is not None",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -292,8 +292,8 @@ MUTANTS = [
     Mutant(
         "values of frozen parameters are those that some rank steps",
         "FullySharded.assemble_values",
-        "if not any(self._counts(parameter)):",
-        "if parameter not in self.bucket_of:",
+        "if not any(self.layout.stepped_by_rank(parameter)):",
+        "if parameter not in self.layout.bucket_of:",
         (GATHER + "::test_frozen_parameters",),
     ),
     Mutant(
@@ -348,9 +348,9 @@ MUTANTS = [
     ),
     Mutant(
         "what all ranks of tensor parallelism have counts for each",
-        "FullySharded.counts_once",
-        "return position.replica == 0 and (position.tp_rank == 0 or self._layout_of(parameter).dim is not None)",
-        "return position.replica == 0 and (position.tp_rank >= 0 or self._layout_of(parameter).dim is not None)",
+        "Grid.shard",
+        "counts = replica == 0 and (tp_rank == 0 or layout.dim is not None)",
+        "counts = replica == 0 and (tp_rank >= 0 or layout.dim is not None)",
         (TENSOR_PARALLEL + "::test_in_other_meshes",),
     ),
     Mutant(

@@ -9,8 +9,8 @@ REPEATED = "tests/optim/test_repeated.py"
 MUTANTS = [
     Mutant(
         "less state than asked for stays on the device and nobody says it",
-        "divided",
-        "if share < (1.0 - ratio) / 4:",
+        "Backends._check_share",
+        "if share < (1.0 - self._ratio) / 4:",
         "if False:",
         (f"{SPLIT}::test_a_share_that_does_not_stay_on_the_device_is_said",),
     ),

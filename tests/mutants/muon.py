@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "each rank makes its own piece of a matrix orthogonal",
         "RankExchange._is_whole",
-        "return all((numel == matrix.numel for _, numel in self._ownership.owners(matrix.parameter)))",
-        "return all((numel <= matrix.numel for _, numel in self._ownership.owners(matrix.parameter)))",
+        "return all((numel == matrix.numel for _, numel in self._ownership.layout.owners(matrix.parameter)))",
+        "return all((numel <= matrix.numel for _, numel in self._ownership.layout.owners(matrix.parameter)))",
         (ENGINE,),
     ),
     Mutant(

@@ -464,14 +464,14 @@ MUTANTS = [
         "    if closing is not None:\n"
         "        self.local.discard()\n"
         "    wanted = set(active)\n"
-        "    buckets = [each for each in self.ownership.buckets if each.parameters & wanted]\n"
+        "    buckets = [each for each in layout.buckets if each.parameters & wanted]\n"
         "    self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)\n"
         "return active",
         "if not agreed.early:\n"
         "    if closing is not None:\n"
         "        self.local.discard()\n"
         "    wanted = set(active)\n"
-        "    buckets = [each for each in self.ownership.buckets if each.parameters & wanted]\n"
+        "    buckets = [each for each in layout.buckets if each.parameters & wanted]\n"
         "    return active",
         (TABLE,),
     ),
@@ -623,14 +623,14 @@ MUTANTS = [
     ),
     Mutant(
         "gradients lie in the buffer of the collectives",
-        "Replicated.spread",
+        "ReplicatedOwnership.spread",
         "shards = [received.view(torch.float32).clone() for received in self.collectives.data.gather(outgoing)]",
         "shards = [received.view(torch.float32) for received in self.collectives.data.gather(outgoing)]",
         (TABLE,),
     ),
     Mutant(
         "at stage 0 unused ranges arrive as zeros",
-        "Replicated.spread",
+        "ReplicatedOwnership.spread",
         "if used[rank][position]:",
         "if used is not None:",
         (COLLECTIVES,),

@@ -21,15 +21,15 @@ MUTANTS = [
     Mutant(
         "all parameters have the same random bits",
         "Offload.coding_in_whole",
-        "return Coding(format, stream_of(self.states_seed, unwrapped(name)))",
-        "return Coding(format, stream_of(self.states_seed, ''))",
+        "stream_of(self.states_seed, unwrapped(name))",
+        "stream_of(self.states_seed, '')",
         (f"{STATES}::test_equal_parameters_with_equal_gradients_are_rounded_apart",),
     ),
     Mutant(
         "a wrapper changes the random bits",
         "Offload.coding_in_whole",
-        "return Coding(format, stream_of(self.states_seed, unwrapped(name)))",
-        "return Coding(format, stream_of(self.states_seed, name))",
+        "stream_of(self.states_seed, unwrapped(name))",
+        "stream_of(self.states_seed, name)",
         (f"{STATES}::test_bits_belong_to_the_name_and_the_seed",),
     ),
     Mutant(
@@ -48,9 +48,9 @@ MUTANTS = [
     ),
     Mutant(
         "all ranks have the random bits of the first elements",
-        "ShardedStore.add_parameters",
-        ".behind(each.parameter_offset)",
-        "",
+        "Spec.keyed",
+        "self.coding.behind(offset)",
+        "self.coding",
         (f"{TABLE}::test_every_cell_with_encoded_states",),
     ),
     Mutant(
@@ -159,22 +159,22 @@ MUTANTS = [
     Mutant(
         "tiles mix formats of states",
         "tile_runs",
-        "alike.setdefault((dtype, format), []).append((key, numel))",
-        "alike.setdefault(next(iter(alike), (dtype, format)), []).append((key, numel))",
+        "alike.setdefault((spec.dtype, spec.coding.format), []).append(spec)",
+        "alike.setdefault(next(iter(alike), (spec.dtype, spec.coding.format)), []).append(spec)",
         (f"{STATES}::test_how_it_is_done_changes_no_bit",),
     ),
     Mutant(
         "tiles may cut a block",
         "tile_runs",
-        "for count in count_tiles(members, tile_numel, format.unit):",
-        "for count in count_tiles(members, tile_numel):",
+        "numel = max(tile_numel // format.unit, 1) * format.unit",
+        "numel = tile_numel",
         (f"{STATES}::test_how_it_is_done_changes_no_bit",),
     ),
     Mutant(
         "ranks may cut a block",
-        "Ownership._plan",
-        "return plan_buckets(parameters, bucket_numel, *counts, units=units)",
-        "return plan_buckets(parameters, bucket_numel, *counts)",
+        "Shards._shard_numel",
+        "return align(-(-numel // self.ranks), unit)",
+        "return align(-(-numel // self.ranks))",
         (f"{TABLE}::test_every_cell_with_encoded_states",),
     ),
     Mutant(

@@ -13,6 +13,7 @@ from torch import nn
 
 import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.layout.tiles import Spec
 from longshore.optim import Offload
 from longshore.tiles import MASTER, BackendSettings, TileStore
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
@@ -119,7 +120,7 @@ def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> 
         device, asynchronous = torch.device("meta"), True
 
     store = TileStore(BackendSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
-    store.add_parameters([(0, 16, torch.float32)])
+    store.add_parameters([Spec(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
     assert tile.buffer is not None and tile.buffer.device.type == "meta"

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import longshore
+from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.optim.released import ReleasedGradient
-from longshore.tiles.arrivals import LANDING_SLOTS
 
 
 def released(model: nn.Module, seed: int = 0, **options: object) -> longshore.AdamW:

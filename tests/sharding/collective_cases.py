@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import RankError
-from longshore.layout.divisions import plan_buckets
+from longshore.layout.divisions import division_of
+from longshore.layout.layout import Layout
+from longshore.layout.tiles import Spec
 from longshore.sharding import reduction as module
 from longshore.sharding import waiting as module_of_waits
 from longshore.sharding.agreement import Action, Agreement, Statement, agreement_of
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.ownership import Ownership, Replicated
+from longshore.sharding.ownership import Ownership, ReplicatedOwnership
 from longshore.sharding.reduction import reduce_shard
 from longshore.sharding.twin_groups import Twins, timeout_of, twin_of, twins_of
 from sharding.gathering_cases import sharing
@@ -55,13 +57,14 @@ def reduction(
 def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool) -> None:
     collectives = make_thread()
     numels = [5, 40, 17]
-    (bucket,) = plan_buckets(
-        [(index, numel, dtype) for index, numel in enumerate(numels)], 1000, collectives.world_size
-    )
+    specs = [Spec(index, numel, dtype) for index, numel in enumerate(numels)]
+    division = division_of(0 if replicated else 2, collectives.world_size, collectives.rank)
+    layout = Layout(division, 1000).extended(specs)
+    (bucket,) = layout.buckets
     gradients = {
         index: values_of(10 * collectives.rank + index, numels[index], dtype) for index in used[collectives.rank]
     }
-    ownership = Replicated(collectives) if replicated else Ownership(collectives, 100)
+    ownership = ReplicatedOwnership(collectives, layout) if replicated else Ownership(collectives, layout, 100)
 
     def reduce() -> list:
         reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide)
@@ -71,7 +74,7 @@ def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repl
     arrivals = collectives.run(reduce)
     anywhere = set().union(*map(set, used))
     assert {owned.parameter for owned, _ in arrivals} == {
-        owned.parameter for owned in ownership.owned_in(bucket) if owned.parameter in anywhere
+        owned.parameter for owned in bucket.owned if owned.parameter in anywhere
     }
     for owned, values in arrivals:
         total = torch.zeros(numels[owned.parameter])
@@ -81,7 +84,7 @@ def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repl
                 total += theirs * (1.0 / predivide) if predivide != 1.0 else theirs
         expected = total * (predivide / collectives.world_size)
         assert values.dtype == torch.float32
-        assert torch.equal(values, expected[owned.parameter_offset : owned.parameter_offset + owned.numel])
+        assert torch.equal(values, expected[owned.offset : owned.offset + owned.numel])
     collectives.close()
 
 
@@ -164,14 +167,14 @@ def gathering(chunk_numel: int, numels: list[int], where: str) -> None:
 
 def _gathering(chunk_numel: int, numels: list[int]) -> None:
     collectives = make_thread()
-    (bucket,) = plan_buckets(
-        [(index, numel, "a") for index, numel in enumerate(numels)], 10_000, collectives.world_size
-    )
+    specs = [Spec(index, numel, torch.bfloat16) for index, numel in enumerate(numels)]
+    layout = Layout(division_of(2, collectives.world_size, collectives.rank), 10_000).extended(specs)
+    (bucket,) = layout.buckets
     whole = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16() for numel in numels]
-    ownership = Ownership(collectives, chunk_numel)
+    ownership = Ownership(collectives, layout, chunk_numel)
     targets = {index: torch.full_like(values, float("nan")) for index, values in enumerate(whole)}
-    for owned in ownership.owned_in(bucket):
-        part = slice(owned.parameter_offset, owned.parameter_offset + owned.numel)
+    for owned in bucket.owned:
+        part = slice(owned.offset, owned.offset + owned.numel)
         targets[owned.parameter][part] = whole[owned.parameter][part]
     idle = targets.pop(0)
     before = idle.clone()

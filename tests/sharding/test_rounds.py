@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout.divisions import Bucket, plan_buckets
+from longshore.layout.divisions import Bucket, Shards
+from longshore.layout.tiles import Spec
 from longshore.sharding.rounds import PendingGradients, Round
 
 
@@ -21,7 +22,8 @@ class Recorder:
 
 def make(count: int, order: list[int] | None = None, early: bool = True) -> tuple[Round, Recorder, list[Bucket]]:
     """``count`` buckets of two parameters each: parameters 2k and 2k + 1 are in the bucket count - 1 - k."""
-    buckets = list(plan_buckets([(index, 8, "fp32") for index in range(2 * count)], 16, 2))
+    specs = [Spec(index, 8, torch.float32) for index in range(2 * count)]
+    buckets = list(Shards(2, 0).buckets(specs, 16))
     recorder = Recorder()
     chosen = [buckets[index] for index in order] if order else buckets
     return Round(1, chosen, recorder, early), recorder, buckets

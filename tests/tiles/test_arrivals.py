@@ -14,8 +14,9 @@ from tiles.test_store import BF16, EXP_AVG, EXP_AVG_SQ, STAGED, Training, train
 from longshore.errors import GradientError
 from longshore.kernels import HostKernels
 from longshore.layout import tiles as layout
+from longshore.layout.memory import LANDING_SLOTS
+from longshore.layout.tiles import Spec
 from longshore.tiles import BackendSettings, TileStore, parcels
-from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.transfer import Bundle, Copy, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
@@ -374,14 +375,14 @@ def test_slots_fit_tiles_that_come_later(
     settings = BackendSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
     store = training.store = TileStore(settings)
     store.set_states((EXP_AVG, EXP_AVG_SQ))
-    store.add_parameters([(0, 16, BF16)])
+    store.add_parameters([Spec(0, 16, BF16)])
     store.adopt(0, training.parameters[0], keep_matching=False)
     first = training.gradients({0: 3})
     if busy:
         gate = busy_worker(training)
         for gradient in first[0]:
             training.arrive(0, gradient)
-    store.add_parameters([(1, numel, BF16)])
+    store.add_parameters([Spec(1, numel, BF16)])
     if busy:
         gate.set()
     store.adopt(1, training.parameters[1], keep_matching=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import longshore
 from longshore.kernels import TileSegment
+from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.tiles import Recorder
 from longshore.tiles.events import (
     ARRIVE,
@@ -20,7 +21,6 @@ from longshore.tiles.events import (
     DROPPED,
     KEPT,
     NORM,
-    PIPELINE_DEPTH,
     PUBLISH,
     SCHEDULE,
     STEP_AHEAD,

@@ -19,11 +19,10 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
-from longshore.layout.tiles import align
+from longshore.layout.memory import LANDING_SLOTS, PIPELINE_DEPTH
+from longshore.layout.tiles import Spec, align
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
-from longshore.tiles.arrivals import LANDING_SLOTS
-from longshore.tiles.events import PIPELINE_DEPTH
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
@@ -62,7 +61,7 @@ class Training:
         self.expected = [[value.float(), torch.zeros(len(value)), torch.zeros(len(value))] for value in values]
         self.counts = [0] * len(values)
         self.store.add_parameters(
-            (index, numel, dtype) for index, (numel, dtype) in enumerate(zip(numels, self.dtypes, strict=True))
+            Spec(index, numel, dtype) for index, (numel, dtype) in enumerate(zip(numels, self.dtypes, strict=True))
         )
         self.adopt()
 
@@ -638,7 +637,7 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 def test_buffers_come_with_the_first_values() -> None:
     store = TileStore(BackendSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
     store.set_states((EXP_AVG, EXP_AVG_SQ))
-    store.add_parameters([(0, 16, BF16), (1, 16, BF16)])
+    store.add_parameters([Spec(0, 16, BF16), Spec(1, 16, BF16)])
     assert store.host_bytes()["state"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
     assert store.host_bytes()["state"] == 12 * 16
@@ -674,7 +673,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
         training.parameters.append(value.to(training.device, copy=True))
         training.expected.append([value.float(), torch.zeros(numel), torch.zeros(numel)])
         training.counts.append(0)
-        store.add_parameters([(index, numel, dtype)])
+        store.add_parameters([Spec(index, numel, dtype)])
         store.adopt(index, training.parameters[index], keep_matching=False)
 
     add(32, BF16)  # not larger: one more slot

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import longshore
+from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
-from longshore.tiles.arrivals import LANDING_SLOTS
 from longshore.tiles.memory import cut_slots
 from longshore.transfer import CopyStreams
 from longshore.transfer.pinned import PinnedPool, allocate_pinned

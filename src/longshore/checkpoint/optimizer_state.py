@@ -173,7 +173,7 @@ class OptimizerState:
         alone = self._model.to_write if self._store.local is self._store else None
         here = alone is None or name in alone
         return [
-            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.writes and here)
+            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.saves and here)
             for owned in self._store.owned(record.index, shape)
         ]
 

@@ -63,7 +63,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         part = flat(value)
         if sharded is not None:
-            part = sharded.ownership.on_device(record.index, part)
+            part = sharded.layout.division.held(record.index, part)
         record.held.copy_(part.view(record.held.shape))
         for each in (record.parameter, record.leaf()):
             if each is not None:

@@ -158,23 +158,23 @@ def explain(
     """Describe an engine, given its parts; no rank waits for another."""
     core = optimizer._core
     store, local, records = core.store, core.store.local, core.records
-    ownership = store.ownership if isinstance(store, ShardedStore) else None
+    layout = store.layout if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(
             bucket.index,
-            str(records[bucket.members[0].parameter].dtype),
-            sum(member.numel for member in bucket.members),
+            str(bucket.dtype),
+            bucket.numel,
             bucket.shard_numel,
             tuple(names[member.parameter] for member in bucket.members),
         )
-        for bucket in (ownership.buckets if ownership else ())
+        for bucket in (layout.buckets if layout else ())
     ]
     rows = []
     for record in records:
         bucket, owners = None, ((0, record.parameter.numel()),)
-        if ownership is not None:
-            bucket, owners = ownership.bucket_of.get(record.index), ownership.owners(record.index)
+        if layout is not None:
+            bucket, owners = layout.bucket_of.get(record.index), layout.owners(record.index)
         entry = core.ledger.get(record.index)
         counts = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         number = None if bucket is None else bucket.index

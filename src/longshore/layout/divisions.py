@@ -1,8 +1,8 @@
-"""Layout of parameters over ranks, as frozen numbers: buckets, shards and shard ranges, and grids of ranks.
+"""Division of parameters over ranks, as frozen numbers: buckets, the ranges that each rank steps, and grids of ranks.
 
-This module is pure: it does not use the ranks of a running job. A bucket holds parameters of one dtype whose gradients
+This module is pure: it does not use the ranks of a running job. A bucket holds parameters of one kind whose gradients
 are reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in padding),
-so that every rank has an equal share of every bucket. A shard range is the part of one parameter in one shard.
+so that every rank has an equal share of every bucket. A range is the part of one parameter in one shard.
 
 At stage 3 a parameter is divided by tensor parallelism first, and then by FSDP2, over a grid of ranks.
 """
@@ -10,17 +10,16 @@ At stage 3 a parameter is divided by tensor parallelism first, and then by FSDP2
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.layout.tiles import DimRange, align
+from longshore.layout.tiles import DimRange, Range, Spec, align
 
 
 class Member(NamedTuple):
@@ -31,123 +30,238 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """Elements ``[parameter_offset, parameter_offset + numel)`` of one parameter, in one shard."""
-
-    index: int
-    """Number of this range among those of all buckets and all ranks, equal on every rank."""
-    parameter: int
-    parameter_offset: int
-    shard_offset: int
-    numel: int
-
-    @property
-    def elements(self) -> slice:
-        """Elements of the range, as a slice of the flat parameter."""
-        return slice(self.parameter_offset, self.parameter_offset + self.numel)
-
-
-@dataclass(frozen=True)
 class Bucket:
-    """Parameters that are reduced together, and the ranges that each rank owns of them."""
+    """Parameters of one dtype that are reduced together, and the ranges of them that each rank has."""
 
     index: int
     members: tuple[Member, ...]
+    dtype: torch.dtype
     shard_numel: int
-    ranges: tuple[tuple[ShardRange, ...], ...]
-    """Ranges of each rank, in order of ``shard_offset``."""
+    first_key: int
+    division: Division = field(repr=False, compare=False)
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
         """Indices of its members."""
         return frozenset(member.parameter for member in self.members)
 
+    @property
+    def numel(self) -> int:
+        return sum(member.numel for member in self.members)
 
-def plan_buckets(
-    parameters: Iterable[tuple[int, int, Hashable]],
-    bucket_numel: int,
-    world_size: int,
-    first_bucket: int = 0,
-    first_range: int = 0,
-    shards: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-    units: Mapping[int, int] = MappingProxyType({}),
-) -> tuple[Bucket, ...]:
-    """Fill buckets with parameters of one kind, last registered first: in the order in which backward brings gradients.
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """Ranges of the shard of each rank, in order of ``shard_offset``."""
+        return tuple(tuple(self.division.shard(self, rank)) for rank in range(self.division.ranks))
 
-    A parameter is never divided between buckets: one that is larger than ``bucket_numel`` has a bucket of its own.
+    @functools.cached_property
+    def owned(self) -> Sequence[Range]:
+        """Ranges that this rank steps."""
+        return tuple(self.division.owned(self))
+
+    def key(self, place: int, rank: int) -> int:
+        """Return the key of a rank's range of the member at ``place``, of which it has one at most."""
+        return self.first_key + place * self.division.ranks + rank
+
+    @property
+    def next_key(self) -> int:
+        return self.key(len(self.members), 0)
+
+
+class Division(ABC):
+    """Division of parameters over ranks, as one of them sees it.
+
+    Attributes:
+        ranks: number of ranks that share each bucket: those whose gradients are averaged.
+        rank: place of this rank among them.
+    """
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        if ranks < 1:
+            raise ValueError(f"a bucket is shared by at least one rank, not {ranks}")
+        self.ranks = ranks
+        self.rank = rank
+
+    def buckets(
+        self, specs: Iterable[Spec], bucket_numel: int, first_bucket: int = 0, first_key: int = 0
+    ) -> tuple[Bucket, ...]:
+        """Fill buckets with parameters, last registered first: in the order in which backward brings gradients.
+
+        A parameter is never divided between buckets: one that is larger than ``bucket_numel`` has a bucket of its own.
+        Parameters without elements are in none.
+
+        Args:
+            specs: parameters by their index, in the order in which they were registered.
+            bucket_numel: maximal number of elements in a bucket, at least 1.
+            first_bucket: the index of the first bucket.
+            first_key: a number from which on keys of ranges are free.
+
+        Raises:
+            ValueError: a numel is negative, or a size is below 1.
+        """
+        if bucket_numel < 1:
+            raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
+        found: list[Bucket] = []
+        for index, members in enumerate(self._filled(specs, bucket_numel), first_bucket):
+            key = found[-1].next_key if found else first_key
+            entries = tuple(Member(spec.key, spec.numel) for spec in members)
+            found.append(Bucket(index, entries, members[0].dtype, self._shard_numel(members), key, self))
+        return tuple(found)
+
+    def _filled(self, specs: Iterable[Spec], bucket_numel: int) -> list[list[Spec]]:
+        filled: list[list[Spec]] = []
+        open_buckets: dict[Hashable, tuple[list[Spec], int]] = {}
+        for spec in reversed(list(specs)):
+            if spec.numel < 0:
+                raise ValueError(f"parameter {spec.key} has {spec.numel} elements")
+            if spec.numel == 0:
+                continue
+            members, total = open_buckets.get(self._kind(spec), ([], bucket_numel))
+            if total + spec.numel > bucket_numel:
+                members, total = [], 0
+                filled.append(members)
+            members.append(spec)
+            open_buckets[self._kind(spec)] = (members, total + spec.numel)
+        return filled
+
+    @abstractmethod
+    def _kind(self, spec: Spec) -> Hashable:
+        """Return a value that all parameters of one bucket have in common."""
+
+    @abstractmethod
+    def _shard_numel(self, members: Sequence[Spec]) -> int:
+        """Return the number of elements in each rank's shard of a bucket with these members."""
+
+    @abstractmethod
+    def shard(self, bucket: Bucket, rank: int) -> Iterable[Range]:
+        """Yield the ranges of a rank's shard of a bucket, in order of ``shard_offset``."""
+
+    def owned(self, bucket: Bucket) -> Iterable[Range]:
+        """Return the ranges of a bucket that this rank steps."""
+        return self.shard(bucket, self.rank)
+
+    @abstractmethod
+    def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
+        """Return how many elements of a parameter each rank of the engine steps; ``bucket``: the one that it is in."""
+
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the part of a whole parameter, flat, that this rank shares with those it averages gradients with."""
+        return values
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the part of a whole parameter, flat, that this rank has where parameters compute."""
+        return values
+
+    def joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
+        """Return a whole parameter, flat, from the part that each rank steps."""
+        return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
+
+
+class Shards(Division):
+    """Even division of each bucket, where every rank has all of each parameter on its device: ZeRO-1 and 2."""
+
+    def _kind(self, spec: Spec) -> Hashable:
+        return spec.dtype, spec.coding.format.unit
+
+    def _shard_numel(self, members: Sequence[Spec]) -> int:
+        numel, unit = sum(spec.numel for spec in members), members[0].coding.format.unit
+        return align(-(-numel // self.ranks), unit)
+
+    def shard(self, bucket: Bucket, rank: int) -> Iterator[Range]:
+        start, stop, before = rank * bucket.shard_numel, (rank + 1) * bucket.shard_numel, 0
+        for place, (parameter, numel) in enumerate(bucket.members):
+            first, last = max(before, start), min(before + numel, stop)
+            if first < last:
+                offset, key = first - before, bucket.key(place, rank)
+                yield Range(key, parameter, offset, last - first, first - start, offset)
+            before += numel
+
+    def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
+        ranges = () if bucket is None else bucket.ranges
+        return [sum(each.numel for each in own if each.parameter == parameter) for own in ranges]
+
+
+class Replicated(Shards):
+    """Division of the reduction alone: each rank steps everything, with the same gradients. Stage 0."""
+
+    def owned(self, bucket: Bucket) -> Iterator[Range]:
+        for rank, ranges in enumerate(bucket.ranges):
+            yield from (each._replace(saves=rank == self.rank) for each in ranges)
+
+    def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
+        return [sum(super().stepped_by_rank(parameter, bucket))] * self.ranks
+
+
+class Grid(Division):
+    """Division of each parameter by itself, over a grid of ranks: ZeRO-3.
+
+    Buckets are filled by the size of whole parameters, so that they are the same for all ranks of tensor parallelism.
 
     Args:
-        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A parameter without elements is in no
-            bucket.
-        bucket_numel: maximal number of elements in a bucket, at least 1.
-        world_size: how many ranks share each bucket.
-        first_bucket: the index of the first bucket.
-        first_range: the index of the first shard range.
-        shards: ``(offset, numel)`` of each rank's part of each parameter, if parameters are already sharded. By default
-            each bucket is divided evenly.
-        units: number of elements, if it is not 1, at whose multiples a parameter may be divided. Parameters of
-            different units are not mixed.
-
-    Raises:
-        ValueError: a numel is negative, or a size is below 1.
+        grid: all ranks.
+        rank: this rank's number in the grid.
+        layout_of: returns the layout of a parameter, by its index, which may be one that is not trained.
+        group_of: returns a number for those parameters that are gathered together, which get their gradients together.
     """
-    if bucket_numel < 1:
-        raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
-    if world_size < 1:
-        raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
-    indices = itertools.count(first_range)
-    buckets = []
-    kinds = [(index, numel, (kind, units.get(index, 1))) for index, numel, kind in parameters]
-    for index, filled in enumerate(fill_buckets(kinds, bucket_numel), first_bucket):
-        even_numel = shard_numel_of(filled, world_size, units.get(filled[0][0], 1))
-        by_rank: list[tuple[ShardRange, ...]] = []
-        for rank in range(world_size):
-            parts = shard_parts(filled, even_numel, rank)
-            if shards is not None:
-                parts = [(parameter, *shards[parameter][rank]) for parameter, _ in filled]
-            ranges, end = [], 0
-            for parameter, offset, numel in parts:
-                if numel > 0:
-                    ranges.append(ShardRange(next(indices), parameter, offset, end, numel))
-                    end += numel
-            by_rank.append(tuple(ranges))
-        shard_numel = align(max(sum(each.numel for each in ranges) for ranges in by_rank))
-        buckets.append(Bucket(index, tuple(itertools.starmap(Member, filled)), shard_numel, tuple(by_rank)))
-    return tuple(buckets)
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int,
+        layout_of: Callable[[int], ParameterLayout],
+        group_of: Callable[[int], Hashable],
+    ) -> None:
+        self._grid = grid
+        self._position = grid.positions[rank]
+        self._number = rank
+        self.data_ranks = grid.alike(self._position.tp_rank)
+        """Ranks whose gradients are averaged, by their number in the grid."""
+        self._layout_of = layout_of
+        self._group_of = group_of
+        super().__init__(len(self.data_ranks), self.data_ranks.index(rank))
+
+    def _kind(self, spec: Spec) -> Hashable:
+        return spec.dtype, self._group_of(spec.key)
+
+    def _shard_numel(self, members: Sequence[Spec]) -> int:
+        return align(sum(self._layout_of(spec.key).most_numel(self._position.tp_rank) for spec in members))
+
+    def shard(self, bucket: Bucket, rank: int) -> Iterator[Range]:
+        number, end = self.data_ranks[rank], 0
+        replica, _, tp_rank = self._grid.positions[number]
+        for place, (parameter, _) in enumerate(bucket.members):
+            layout = self._layout_of(parameter)
+            offset, numel = layout.shard(number)
+            if numel > 0:
+                counts = replica == 0 and (tp_rank == 0 or layout.dim is not None)
+                within = layout.tensor_parallel_range(tp_rank)
+                yield Range(bucket.key(place, rank), parameter, offset, numel, end, 0, counts, counts, within)
+                end += numel
+
+    def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
+        layout = self._layout_of(parameter)
+        return [layout.shard(rank)[1] for rank in range(len(self._grid.positions))]
+
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        return self._layout_of(parameter).part_of(values, self._position.tp_rank)
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        offset, numel = self._layout_of(parameter).shard(self._number)
+        return self.part(parameter, values)[offset : offset + numel]
+
+    def joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
+        return self._layout_of(parameter).joined(by_rank)
 
 
-def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: int) -> list[list[tuple[int, int]]]:
-    """Return ``(index, numel)`` of the members of each bucket; the arguments are those of :func:`plan_buckets`."""
-    filled: list[list[tuple[int, int]]] = []
-    open_buckets: dict[Hashable, tuple[list[tuple[int, int]], int]] = {}
-    for parameter, numel, kind in reversed(list(parameters)):
-        if numel < 0:
-            raise ValueError(f"parameter {parameter} has {numel} elements")
-        if numel == 0:
-            continue
-        members, total = open_buckets.get(kind, ([], bucket_numel))
-        if total + numel > bucket_numel:
-            members, total = [], 0
-            filled.append(members)
-        members.append((parameter, numel))
-        open_buckets[kind] = (members, total + numel)
-    return filled
-
-
-def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int, unit: int = 1) -> int:
-    """Return the number of elements in a rank's shard of a bucket, a multiple of ``unit``; ``members`` are given as
-    ``(index, numel)``."""
-    return align(-(-sum(numel for _, numel in members) // world_size), unit)
-
-
-def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(parameter, offset, numel)`` of the ranges in a rank's shard, in order."""
-    start, stop, before = rank * shard_numel, (rank + 1) * shard_numel, 0
-    for parameter, numel in members:
-        first, last = max(before, start), min(before + numel, stop)
-        if first < last:
-            yield parameter, first - before, last - first
-        before += numel
+def division_of(
+    stage: int, ranks: int, rank: int, shapes: Sequence[tuple[int, ...]] = (), groups: Sequence[Hashable] = ()
+) -> Division:
+    """Return the division over ``ranks`` at a ZeRO stage; at stage 3, of parameters of these ``shapes``, without tensor
+    parallelism or replicas, where those of one of the ``groups`` are gathered together."""
+    if stage < 3:
+        return Shards(ranks, rank) if stage > 0 else Replicated(ranks, rank)
+    grid = RankGrid([[[each] for each in range(ranks)]])
+    return Grid(grid, rank, lambda index: ParameterLayout(shapes[index], None, grid), lambda index: groups[index])
 
 
 class GridPosition(NamedTuple):
@@ -219,6 +333,11 @@ class ParameterLayout:
         rows, *others = self._part_shape(position.tp_rank)
         start, stop = chunk(rows, self.grid.shards, position.shard)
         return start * math.prod(others), (stop - start) * math.prod(others)
+
+    def most_numel(self, tp_rank: int) -> int:
+        """Return the number of elements of the largest shard of a tensor-parallel part, which is the first one."""
+        rows, *others = self._part_shape(tp_rank)
+        return chunk(rows, self.grid.shards, 0)[1] * math.prod(others)
 
     def part_of(self, values: Tensor, tp_rank: int) -> Tensor:
         """Return one tensor-parallel part, flat, of the whole parameter, flat."""

@@ -56,6 +56,11 @@ class StateFormat(Enum):
         whole_blocks = math.prod(shape[1:]) % BLOCK_NUMEL == 0 and len(shape) > 1
         return self if whole_blocks and math.prod(shape) >= EIGHT_BIT_LEAST_NUMEL else StateFormat.BF16
 
+    def coding_of(self, shape: Sequence[int], stream: int = 0) -> Coding:
+        """Return how the states of a whole parameter of this shape are encoded; ``stream``: of its random bits."""
+        format = self.of_parameter(shape)
+        return FLOAT32_STATES if format is StateFormat.FP32 else Coding(format, stream)
+
 
 def parse_state_format(value: object) -> StateFormat:
     """Return the format with this name.

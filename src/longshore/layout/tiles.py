@@ -10,15 +10,14 @@ cache line and streaming stores find whole lines. The gaps are never read or wri
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
+
 if TYPE_CHECKING:
     import torch
-
-    from longshore.layout.formats import StateFormat
 
 NORM_BLOCK_NUMEL = 1 << 16
 """Number of elements of a parameter whose squares are added into one sum: kPieceNumel in native/buffers.h."""
@@ -108,6 +107,10 @@ class MatrixLayout:
     columns: int
     blocks: tuple[DimRange, ...]
 
+    def whole(self, parameter: int) -> MatrixRange:
+        """Return all elements of the parameter with this index."""
+        return MatrixRange(parameter, self)
+
     def shape_of(self, block: DimRange) -> tuple[int, int]:
         """Return the rows and columns of one matrix."""
         return (block.numel, self.columns) if block.dim == 0 else (self.rows, block.numel)
@@ -124,69 +127,163 @@ class MatrixLayout:
                 yield max(begin, offset), min(end, offset + numel), block
 
 
+@dataclass(frozen=True)
+class MatrixRange:
+    """Elements of a matrix that have a key of their own in a store: all of it, or one rank's part.
+
+    Attributes:
+        parameter: index of the parameter in the optimizer.
+        layout: how that parameter is divided into matrices.
+        offset: first element in the parameter, flat.
+    """
+
+    parameter: int
+    layout: MatrixLayout
+    offset: int = 0
+
+
+class Spec(NamedTuple):
+    """A parameter, or a part of it, that is to be laid out.
+
+    Attributes:
+        key: number by which a store knows it: of a parameter, or of one rank's range.
+        numel: number of elements.
+        coding: encoding of the states, from the first element of the key on.
+        matrix: for parameters whose rule treats each matrix as a whole.
+        offset: first element, of all those that the key stands for.
+    """
+
+    key: int
+    numel: int
+    dtype: torch.dtype
+    coding: Coding = FLOAT32_STATES
+    matrix: MatrixRange | None = None
+    offset: int = 0
+
+    def part(self, offset: int, numel: int) -> Spec:
+        """Return some elements of it, under the same key."""
+        return self._replace(offset=self.offset + offset, numel=numel)
+
+    def keyed(self, key: int, offset: int, numel: int) -> Spec:
+        """Return some elements of a parameter under a key of their own."""
+        matrix = None if self.matrix is None else replace(self.matrix, offset=self.matrix.offset + offset)
+        return Spec(key, numel, self.dtype, self.coding.behind(offset), matrix)
+
+
+class Range(NamedTuple):
+    """Elements ``[offset, offset + numel)`` of one parameter, flat, that a rank steps.
+
+    Attributes:
+        key: number of the range, equal on every rank, and of no other range.
+        shard_offset: where it begins in the rank's shard of the bucket.
+        held_offset: where it begins in the part of the parameter that the rank has where parameters compute.
+        counts: whether it counts in a sum over the ranks; otherwise another rank has the same range, which counts.
+        saves: whether this rank writes it to checkpoints, if several ranks step the same elements.
+        within: the part of the parameter in which ``offset`` counts, if tensor parallelism divided it first.
+    """
+
+    key: int
+    parameter: int
+    offset: int
+    numel: int
+    shard_offset: int = 0
+    held_offset: int = 0
+    counts: bool = True
+    saves: bool = True
+    within: DimRange | None = None
+
+    @property
+    def elements(self) -> slice:
+        """Elements of the range, of the flat parameter, or of its part ``within``."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def held(self) -> slice:
+        """Elements of the range, of the part of the parameter that the rank has, flat."""
+        return slice(self.held_offset, self.held_offset + self.numel)
+
+
 def align(numel: int, unit: int = 1) -> int:
     """Round ``numel`` up to a multiple of :data:`SEGMENT_ALIGNMENT` and of ``unit``."""
     multiple = math.lcm(unit, SEGMENT_ALIGNMENT)
     return -(-numel // multiple) * multiple
 
 
-class TileCount(NamedTuple):
-    """Number and layout of consecutive tiles of one size."""
+@dataclass(frozen=True)
+class TileRun:
+    """Consecutive tiles of one size, of one dtype, and of one format of states."""
 
     tiles: int
     numel: int
     buffer_numel: int
+    """Length of each array of a tile's buffer, gaps included."""
     segments: tuple[SegmentLayout, ...]
     """Segments of the first tile; from tile to tile, their ``parameter_offset`` grows by ``numel``."""
+    dtype: torch.dtype
+    format: StateFormat
 
     @property
     def parameters(self) -> tuple[int, ...]:
         """Parameters that have a segment in each of the tiles."""
         return tuple(segment.parameter for segment in self.segments)
 
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one array of ``dtype`` of a tile's buffer."""
+        return self.buffer_numel * dtype.itemsize
 
-def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, unit: int = 1) -> tuple[TileCount, ...]:
-    """Divide parameters into tiles of ``tile_numel`` elements, without making each tile: a parameter of any size adds
-    about two entries at most. The last tile may be smaller.
+    def layouts(self, first: int) -> Iterator[TileLayout]:
+        """Yield each tile, numbered from ``first``."""
+        for number in range(self.tiles):
+            segments = tuple(
+                replace(each, parameter_offset=each.parameter_offset + number * self.numel) for each in self.segments
+            )
+            yield TileLayout(first + number, segments, self.buffer_numel)
+
+
+def tile_runs(specs: Iterable[Spec], tile_numel: int) -> Iterator[TileRun]:
+    """Yield the runs of tiles of ``specs``, in which parameters of another dtype or format are in other tiles, and
+    empty ones in none. No tile is made for that: a parameter of any size adds about two runs at most.
 
     Args:
-        parameters: ``(parameter index, numel)`` in the order in which they are laid out. A parameter without
-            elements has no segment.
-        tile_numel: elements of a tile, at least 1.
-        unit: number of elements at whose multiples parameters may be divided. The numbers of elements of all
-            parameters, and of a tile, are then multiples too; a smaller or other tile size is rounded.
+        specs: parameters in the order in which they are laid out.
+        tile_numel: elements of a tile, at least 1; the last tile of a dtype and format may be smaller. Where parameters
+            may be divided at multiples of :attr:`StateFormat.unit` only, it is rounded to one.
 
     Raises:
         ValueError: a negative numel, or a tile size below 1.
     """
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
-    tile_numel = max(tile_numel // unit, 1) * unit
-    runs: list[TileCount] = []
+    alike: dict[tuple[torch.dtype, StateFormat], list[Spec]] = {}
+    for spec in specs:
+        if spec.numel < 0:
+            raise ValueError(f"parameter {spec.key} has {spec.numel} elements")
+        if spec.numel > 0:
+            alike.setdefault((spec.dtype, spec.coding.format), []).append(spec)
+    for (dtype, format), members in alike.items():
+        numel = max(tile_numel // format.unit, 1) * format.unit
+        for tiles, segments in _filled(members, numel):
+            placed = tuple(_placed(segments))
+            buffer_numel = placed[-1].buffer_offset + align(placed[-1].numel)
+            yield TileRun(tiles, sum(each.numel for each in placed), buffer_numel, placed, dtype, format)
+
+
+def _filled(specs: Iterable[Spec], tile_numel: int) -> Iterator[tuple[int, list[SegmentLayout]]]:
+    """Yield the number of consecutive tiles that are alike, and the segments of the first one in order."""
     segments: list[SegmentLayout] = []
     filled = 0
-
-    def close(tiles: int = 1) -> None:
-        nonlocal filled
-        placed = tuple(_placed(segments))
-        runs.append(TileCount(tiles, filled, placed[-1].buffer_offset + align(placed[-1].numel), placed))
-        segments.clear()
-        filled = 0
-
-    for parameter, numel in parameters:
-        if numel < 0:
-            raise ValueError(f"parameter {parameter} has {numel} elements")
+    for spec in specs:
         offset = 0
-        while offset < numel:
-            count = min(numel - offset, tile_numel - filled)
-            tiles = (numel - offset) // tile_numel if count == tile_numel else 1
-            segments.append(SegmentLayout(parameter, offset, 0, count))
+        while offset < spec.numel:
+            count = min(spec.numel - offset, tile_numel - filled)
+            tiles = (spec.numel - offset) // tile_numel if count == tile_numel else 1
+            segments.append(SegmentLayout(spec.key, spec.offset + offset, 0, count))
             offset, filled = offset + tiles * count, filled + count
             if filled == tile_numel:
-                close(tiles)
+                yield tiles, segments
+                segments, filled = [], 0
     if segments:
-        close()
-    return tuple(runs)
+        yield 1, segments
 
 
 def _placed(segments: Sequence[SegmentLayout]) -> Iterator[SegmentLayout]:
@@ -195,46 +292,6 @@ def _placed(segments: Sequence[SegmentLayout]) -> Iterator[SegmentLayout]:
     for segment in sorted(segments, key=lambda each: not each.small):
         yield replace(segment, buffer_offset=buffer_end)
         buffer_end += align(segment.numel)
-
-
-class Range(NamedTuple):
-    """Elements ``[offset, offset + numel)`` of one parameter."""
-
-    parameter: int
-    offset: int
-    numel: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class TileRun:
-    """Consecutive tiles of one size, of one dtype, and of one format of states."""
-
-    count: TileCount
-    dtype: torch.dtype
-    format: StateFormat
-
-    def layouts(self, first: int, offsets: Mapping[int, int]) -> Iterator[TileLayout]:
-        """Yield each tile, numbered from ``first``; ``offsets``: where the range of each parameter begins."""
-        count = self.count
-        for number in range(count.tiles):
-            segments = tuple(
-                replace(each, parameter_offset=offsets[each.parameter] + each.parameter_offset + number * count.numel)
-                for each in count.segments
-            )
-            yield TileLayout(first + number, segments, count.buffer_numel)
-
-
-def tile_runs(ranges: Iterable[tuple[int, int, torch.dtype, StateFormat]], tile_numel: int) -> Iterator[TileRun]:
-    """Yield the runs of tiles of ranges ``(key, numel, dtype, format)``; ranges of another dtype or format are in other
-    tiles, and empty ones in none."""
-    alike: dict[tuple[torch.dtype, StateFormat], list[tuple[int, int]]] = {}
-    for key, numel, dtype, format in ranges:
-        if numel > 0:
-            alike.setdefault((dtype, format), []).append((key, numel))
-    for (dtype, format), members in alike.items():
-        for count in count_tiles(members, tile_numel, format.unit):
-            yield TileRun(count, dtype, format)
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
@@ -252,26 +309,29 @@ def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
     return kept_numels
 
 
-def divided(parameters: Iterable[tuple[int, int, torch.dtype]], ratio: float) -> tuple[list[Range], list[Range]]:
-    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others. Warns if less
-    than a quarter of what ``ratio`` leaves on the device stays there."""
-    entries = list(parameters)
-    numels = [numel for _, numel, _ in entries]
-    kept_numels = kept_on_device(numels, ratio)
-    share = sum(kept_numels) / sum(numels) if sum(numels) > 0 else 1.0
-    if share < (1.0 - ratio) / 4:
-        warnings.warn(
-            f"ratio={ratio:g} leaves {1.0 - ratio:.0%} of the optimizer's state on the device, and {share:.0%} stays "
-            f"there: the first parameters stay, and what is left is too small for a part of the next one "
-            f"({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep all of it there",
-            stacklevel=2,
-        )
-    kept: list[Range] = []
-    rest: list[Range] = []
-    for (index, numel, dtype), stays in zip(entries, kept_numels, strict=True):
-        kept.append(Range(index, 0, stays, dtype))
-        rest.append(Range(index, stays, numel - stays, dtype))
-    return kept, rest
+class Homes(NamedTuple):
+    """Tiles by where they rest and by how they are stepped."""
+
+    matrices: list[TileRun]
+    """Stepped in two passes, with a transformation of the whole between them; each matrix in tiles of its own."""
+    device: list[TileRun]
+    host: list[TileRun]
+
+
+def runs_by_home(specs: Iterable[Spec], ratio: float, tile_numel: int, device_tile_numel: int) -> Homes:
+    """Return the tiles in which parameters rest if ``ratio`` of the elements of those that are no matrices are on the
+    host. One of them may be divided. Errors are those of :func:`tile_runs`."""
+    entries = list(specs)
+    matrices = [spec for spec in entries if spec.matrix is not None]
+    plain = [spec for spec in entries if spec.matrix is None]
+    kept = kept_on_device([spec.numel for spec in plain], ratio)
+    device = [spec.part(0, numel) for spec, numel in zip(plain, kept, strict=True)]
+    host = [spec.part(numel, spec.numel - numel) for spec, numel in zip(plain, kept, strict=True)]
+    return Homes(
+        [run for spec in matrices for run in tile_runs([spec], tile_numel)],
+        list(tile_runs(device, device_tile_numel)),
+        list(tile_runs(host, tile_numel)),
+    )
 
 
 def padded_bytes(size: int) -> int:

@@ -51,9 +51,8 @@ class GradientSource(ABC):
             check_trainable(record.parameter, record.name)
         for record in new:
             if record.matrices is not None and record.family.matrix_state is not None:
-                self.store.add_matrices(record.family.matrix_state, {record.index: record.matrices})
-        self.store.set_codings({record.index: record.coding for record in new})
-        self.store.add_parameters((record.index, record.kept.numel(), record.dtype) for record in new)
+                self.store.add_matrices(record.family.matrix_state)
+        self.store.add_parameters(record.spec for record in new)
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``, and return it flat, in the parameter's logical order."""

@@ -190,10 +190,7 @@ class Offload(StoreFactory):
 
     def coding_in_whole(self, name: str, shape: Sequence[int]) -> Coding:
         """Return how the states of a whole parameter of this name and shape are encoded."""
-        format = self.state_format.of_parameter(shape)
-        if format is StateFormat.FP32:
-            return FLOAT32_STATES
-        return Coding(format, stream_of(self.states_seed, unwrapped(name)))
+        return self.state_format.coding_of(shape, stream_of(self.states_seed, unwrapped(name)))
 
     def streams_to(self, device: torch.device) -> CopyStreams:
         """Return the copy streams between the state and parameters on ``device``."""

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
-from longshore.layout.tiles import MatrixLayout
+from longshore.layout.tiles import MatrixLayout, Spec
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.shards import flat, former_of, held_part, is_sharded
 
@@ -183,6 +183,12 @@ class ParameterRecord:
     def kept(self) -> Tensor:
         """The tensor whose state is kept: this process's shard, or all of the parameter."""
         return self.held if self.keeps_shard else self.parameter
+
+    @property
+    def spec(self) -> Spec:
+        """The parameter as a store lays it out."""
+        matrix = None if self.matrices is None else self.matrices.whole(self.index)
+        return Spec(self.index, self.kept.numel(), self.dtype, self.coding, matrix)
 
     def values(self) -> Tensor:
         """Return the elements that this process has, flat (see :func:`flat`)."""

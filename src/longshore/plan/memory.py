@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longshore.plan.job import Job, PlannedModel, by_unit, parameter_bytes
-from longshore.plan.layout import RankLayout, TileGroup
+from longshore.plan.layout import RankLayout
 from longshore.plan.matrices import staging_bytes, transforming_bytes
-from longshore.seam import DEVICE_SLICE_NUMEL, LANDING_SLOTS, PIPELINE_DEPTH, padded_bytes, speculation_budget
+from longshore.seam import DEVICE_SLICE_NUMEL, HomeLayout, Spares, speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28
 """Maximum bytes of gradients that wait for their copies to the host."""
 _TRANSFORMING = "matrices under way"
+_NO_SPARES = Spares(0, 0)
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,13 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
     parameters = sum(numel * each.dtype.itemsize for numel, each in trainable)
     offloads = choice.offload == "cpu"
     arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
-    moves = layout.staged and offloads
-    matrices = _store_bytes(layout, layout.matrices, arrivals, moves, layout.speculation)
-    # Both share the memory for stepping ahead, and matrices have the first of it.
-    host = _store_bytes(layout, layout.host, arrivals, moves, layout.speculation, matrices["spares"])
+    of_matrices, of_host = spares_of(layout)
+    matrices = layout.matrices.memory(arrivals, of_matrices)
+    host = layout.host.memory(arrivals, of_host)
     matrices["staging"] += staging_bytes(layout.batches)
     device = {"parameters": parameters, "gradients": 0}
     if layout.staged and (not offloads or choice.ratio != 1.0):
-        _add(device, _store_bytes(layout, layout.device, arrivals, False, 0))
+        _add(device, layout.device.memory(arrivals, _NO_SPARES))
     _add(device if layout.staged and not offloads else host, matrices)
     if choice.streams:
         frozen = parameter_bytes([each for each in layout.model.parameters if not each.trainable])
@@ -79,61 +79,17 @@ def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
     return [sizes.get(unit, 0) for unit in range(model.units)], rest
 
 
-def spare_tiles(groups: Sequence[TileGroup], speculation: int | str, taken: int = 0) -> tuple[int, int]:
-    """Return how many tiles (the last ones) have a spare, and the bytes of all spares; others have ``taken`` some of
-    the memory."""
-    if not speculation:
-        return 0, 0
-    sizes = [(group.run.tiles, group.state_bytes(), group.dtype.itemsize * group.run.buffer_numel) for group in groups]
-    most = sum(count * (state + output) for count, state, output in sizes)
-    budget = max(0, speculation_budget(speculation, most, taken))
-    tiles = total = 0
-    for count, state, output in reversed(sizes):
-        granted = min(count, budget // (state + output))
-        tiles += granted
-        total += granted * (state + padded_bytes(output))
-        budget -= granted * (state + output)
-        if granted < count:
-            break
-    return tiles, total
+def spares_of(layout: RankLayout) -> tuple[Spares, Spares]:
+    """Return the spares of matrices and of other tiles. Both share the memory for stepping ahead, and matrices have the
+    first of it."""
+    first = _spares(layout, layout.matrices, 0)
+    return first, _spares(layout, layout.host, first.num_bytes)
 
 
-def _store_bytes(
-    layout: RankLayout,
-    groups: Sequence[TileGroup],
-    arrivals: int,
-    moves: bool,
-    speculation: int | str,
-    taken: int = 0,
-) -> dict[str, int]:
-    """Count the bytes by the kinds of ``TileStore.state_bytes``.
-
-    ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: whether they are copied from a
-    device; ``taken``: bytes that others have of the memory for stepping ahead.
-    """
-    buffers = gradients = accumulators = tiles = landing = 0
-    staged = []
-    for group in groups:
-        run, dtype, gradient_dtype = group.run, group.dtype, group.gradient_dtype
-        tiles += run.tiles
-        buffers += run.tiles * group.state_bytes(layout.own_master(dtype))
-        if moves:
-            slot_bytes = padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
-            gradients += run.tiles * slot_bytes
-            landing = max(landing, slot_bytes)
-            if gradient_dtype != dtype and layout.publishes:
-                staged.append(run.buffer_numel * dtype.itemsize)
-        elif arrivals == 1:
-            gradients += run.tiles * run.numel * gradient_dtype.itemsize
-        if arrivals > 1:
-            accumulators += run.tiles * _FLOAT_BYTES * run.buffer_numel
-    return {
-        "state": buffers,
-        "gradients": gradients,
-        "spares": spare_tiles(groups, speculation, taken)[1],
-        "staging": LANDING_SLOTS * landing + (min(PIPELINE_DEPTH, tiles) * padded_bytes(max(staged)) if staged else 0),
-        "accumulators": accumulators,
-    }
+def _spares(layout: RankLayout, home: HomeLayout, taken: int) -> Spares:
+    if not (memory := layout.speculation):
+        return _NO_SPARES
+    return home.spares(lambda most: speculation_budget(memory, most, taken))
 
 
 def _estimates(layout: RankLayout) -> dict[str, int]:
@@ -156,7 +112,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
             sizes, rest = _unit_bytes(model)
             if (more := rest + sum(sorted(sizes)[-2:]) - streamed_bytes(model)) > 0:
                 found["units in another order"] = more
-        elif layout.host:
+        elif layout.host.runs:
             found["gradients under way"] = min(_IN_FLIGHT_BYTES, gradients)
         return found
     if layout.reduces_each_backward:

@@ -203,8 +203,8 @@ class _Step:
 
     def _backward(self, number: int, last: bool) -> None:
         buckets = self._layout.buckets
-        bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        missing = [len(bucket.parameters) for bucket in buckets]
+        bucket_of = {} if self._layout.over_ranks is None else self._layout.over_ranks.bucket_of
+        missing = [len(bucket.members) for bucket in buckets]
         brought_by: list[set[int]] = [set() for _ in buckets]
         waiting = {tile.key: len(tile.sources) for tile in self._all_tiles}
         tiles_of: dict[Hashable, list[TileJob]] = {}
@@ -225,7 +225,7 @@ class _Step:
             used.append(self._time.run(ARRIVE, segment.key, self._backward_s(segment, number), not_before=ready))
             if not self._sharded:
                 arrive(segment.key)
-            for index in (bucket_of[parameter] for parameter in segment.parameters if self._sharded):
+            for index in (bucket_of[each].index for each in segment.parameters if each in bucket_of):
                 missing[index] -= 1
                 brought_by[index].add(segment.key)
             while (self._each_backward or last) and following < len(buckets) and missing[following] == 0:
@@ -234,7 +234,8 @@ class _Step:
                 following += 1
 
     def _reduce(self, index: int, keys: set[int]) -> None:
-        numel, itemsize = self._layout.buckets[index].numel, self._layout.buckets[index].dtype.itemsize
+        bucket = self._layout.buckets[index]
+        numel, itemsize = bucket.numel, bucket.dtype.itemsize
         speed = self._machine.reduce_bytes_per_s or self._machine.exchange_bytes_per_s
         num_bytes = numel * (_FLOAT_BYTES if self._sums else itemsize)
         most = DEVICE_SLICE_NUMEL if self._machine.staged else SLICE_NUMEL
@@ -287,11 +288,10 @@ class _Step:
 
     def _commit(self) -> None:
         self._step_matrices()
-        if self._layout.device and self._layout.host:
+        device = self._layout.device
+        if device.runs and self._layout.host.runs:
             # Gradients and parameters are in 16 bits.
-            num_bytes = sum(
-                group.run.tiles * (group.pass_bytes() + 6 * group.run.numel) for group in self._layout.device
-            )
+            num_bytes = sum(run.tiles * (device.pass_bytes(run) + 6 * run.numel) for run in device.runs)
             self._time.run(STEP_ON_DEVICE, "device", self._device_s(num_bytes))
         for tile in self._tiles:
             if tile.ahead:

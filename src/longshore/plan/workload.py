@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from longshore.plan.job import PlannedModel, PlannedParameter, Use, parameter_bytes
-from longshore.plan.layout import RankLayout, TileGroup
+from longshore.plan.layout import RankLayout
 from longshore.plan.machine import Work
-from longshore.plan.memory import spare_tiles
+from longshore.plan.memory import spares_of
+from longshore.seam import HomeLayout, TileRun
 
 MOST_JOBS = 512
 """Approximate maximum number of jobs as which the tiles of a rank are simulated; a job is consecutive tiles."""
@@ -112,22 +113,21 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
     """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles, without those
     of matrices."""
     source = _sources(layout, segments)
-    groups = layout.host or layout.device
-    total = sum(group.run.tiles for group in groups)
-    taken = spare_tiles(layout.matrices, layout.speculation)[1]
-    first_ahead = total - spare_tiles(groups, layout.speculation, taken)[0]
+    home = layout.host if layout.host.runs else layout.device
+    total = home.tiles
+    first_ahead = total - spares_of(layout)[1].tiles
     most = -(-total // MOST_JOBS)
     jobs: list[TileJob] = []
     tile = room = 0
-    for group in groups:
-        left = group.run.tiles
+    for run in home.runs:
+        left = run.tiles
         while left:
             ahead = tile >= first_ahead
             if room == 0 or tile == first_ahead:
                 jobs.append(TileJob(len(jobs), 0, 0, 0, 0, frozenset(), ahead))
                 room = most
             count = min(left, room, left if ahead else first_ahead - tile)
-            jobs[-1] = _joined(len(jobs) - 1, (jobs[-1], _tiles_of(layout, source, group, count, ahead)))
+            jobs[-1] = _joined(len(jobs) - 1, (jobs[-1], _tiles_of(home, source, run, count, ahead)))
             tile, left, room = tile + count, left - count, room - count
     return jobs
 
@@ -135,15 +135,14 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
 def matrix_jobs(layout: RankLayout, segments: Sequence[ModelSegment], first_key: int) -> list[MatrixJob]:
     """Return the batches of matrices as jobs in their order; the keys of their tiles begin at ``first_key``."""
     source = _sources(layout, segments)
-    first_ahead = sum(group.run.tiles for group in layout.matrices)
-    first_ahead -= spare_tiles(layout.matrices, layout.speculation)[0]
+    first_ahead = layout.matrices.tiles - spares_of(layout)[0].tiles
     parts: dict[int, list[TileJob]] = {}
     tile = 0
-    for group in layout.matrices:
-        (owned,) = group.run.parameters
-        parameter, ahead = layout.owned[owned].parameter, tile >= first_ahead
-        parts.setdefault(parameter, []).append(_tiles_of(layout, source, group, group.run.tiles, ahead))
-        tile += group.run.tiles
+    for run in layout.matrices.runs:
+        (key,) = run.parameters
+        part = _tiles_of(layout.matrices, source, run, run.tiles, tile >= first_ahead)
+        parts.setdefault(layout.parameter_of(key), []).append(part)
+        tile += run.tiles
     together = max(1, -(-len(layout.batches) // MOST_JOBS))
     jobs: list[MatrixJob] = []
     for place in range(0, len(layout.batches), together):
@@ -158,29 +157,25 @@ def matrix_jobs(layout: RankLayout, segments: Sequence[ModelSegment], first_key:
 
 
 def _sources(layout: RankLayout, segments: Sequence[ModelSegment]) -> Callable[[int], Hashable]:
-    """Return a function of an owned range that returns the key of what brings its gradient."""
+    """Return a function of an owned key that returns the key of what brings its gradient."""
     segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
-
-    def source(owned: int) -> Hashable:
-        entry = layout.owned[owned]
-        return segment_of[entry.parameter] if entry.bucket is None else ("bucket", entry.bucket)
-
-    return source
+    over_ranks = layout.over_ranks
+    if over_ranks is None:
+        return segment_of.__getitem__
+    return lambda key: ("bucket", over_ranks.bucket_of[layout.parameter_of(key)].index)
 
 
-def _tiles_of(
-    layout: RankLayout, source: Callable[[int], Hashable], group: TileGroup, count: int, ahead: bool
-) -> TileJob:
-    """Return some tiles of a group as a job without a key."""
-    numel = count * group.run.numel
-    written = group.dtype.itemsize * layout.own_master(group.dtype)
+def _tiles_of(home: HomeLayout, source: Callable[[int], Hashable], run: TileRun, count: int, ahead: bool) -> TileJob:
+    """Return some tiles of a run as a job without a key."""
+    numel = count * run.numel
+    written = run.dtype.itemsize * home.own_master(run)
     return TileJob(
         0,
         numel,
-        count * group.pass_bytes() - numel * written,
-        numel * group.gradient_dtype.itemsize,
-        numel * group.dtype.itemsize,
-        frozenset(source(owned) for owned in group.run.parameters),
+        count * home.pass_bytes(run) - numel * written,
+        numel * home.gradient_dtype_of(run).itemsize,
+        numel * run.dtype.itemsize,
+        frozenset(source(key) for key in run.parameters),
         ahead,
     )
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.layout.divisions import Bucket, ParameterLayout, ShardRange, plan_buckets
-from longshore.layout.tiles import DimRange
+from longshore.layout.divisions import Bucket, Grid
+from longshore.layout.layout import Layout
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.fsdp import CopiesOfShards, FullyShardedModel
@@ -43,20 +43,29 @@ class FullySharded(Ownership):
     replicates = False
 
     def __init__(
-        self, collectives: CollectiveThread, model: FullyShardedModel, parameters: Mapping[int, Tensor]
+        self,
+        collectives: CollectiveThread,
+        model: FullyShardedModel,
+        parameters: Mapping[int, Tensor],
+        bucket_numel: int,
     ) -> None:
-        super().__init__(collectives)
+        grid = Grid(
+            model.grid,
+            collectives.rank,
+            lambda index: model.layout_of(parameters[index]),
+            lambda index: model.group_of[id(parameters[index])],
+        )
+        super().__init__(collectives, Layout(grid, bucket_numel))
         device = collectives.data.device
         self._model = model
         self._parameters = parameters
-        self._data_ranks = model.grid.alike(model.tp_rank)
         self._left_at = -1
         """Number of the window to which this rank went on when it told the others last that it gave one up."""
         if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients are reduced in its jobs, over
             # this group.
             assert collectives.groups is not None
-            groups = twins_of(collectives.groups.data, device, ranks=self._data_ranks)
+            groups = twins_of(collectives.groups.data, device, ranks=grid.data_ranks)
             self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1, within=collectives)
         self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.window, collectives)
         self._gathers_with_all = model.grid.shards == collectives.world_size
@@ -65,44 +74,8 @@ class FullySharded(Ownership):
             collectives.uncounted = self._gathers.uncounted
         model.gather_by(lambda number: ModuleGather(self._gathers, number, model.copies))
 
-    def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
-        layouts = {index: self._layout_of(index) for index, _, _ in parameters}
-        shards = {index: [layout.shard(rank) for rank in self._data_ranks] for index, layout in layouts.items()}
-        # Parameters that are gathered together get their gradients together. Buckets are filled by the size of whole
-        # parameters, so that they are the same for all ranks of tensor parallelism.
-        kinds = [
-            (index, numel, (dtype, self._model.group_of[id(self._parameters[index])]))
-            for index, numel, dtype in parameters
-        ]
-        counts = len(self._data_ranks), len(self.buckets), self._next_range
-        return plan_buckets(kinds, bucket_numel, *counts, shards)
-
-    def _layout_of(self, parameter: int) -> ParameterLayout:
-        return self._model.layout_of(self._parameters[parameter])
-
-    def _counts(self, parameter: int) -> list[int]:
-        layout = self._layout_of(parameter)
-        return [layout.shard(rank)[1] for rank in range(self.collectives.world_size)]
-
-    def place(self, owned: ShardRange) -> slice:
-        return slice(0, owned.numel)
-
-    def part(self, parameter: int, values: Tensor) -> Tensor:
-        return self._layout_of(parameter).part_of(values, self._model.tp_rank)
-
-    def on_device(self, parameter: int, values: Tensor) -> Tensor:
-        offset, numel = self._layout_of(parameter).shard(self.collectives.rank)
-        return self.part(parameter, values)[offset : offset + numel]
-
-    def counts_once(self, parameter: int) -> bool:
-        position = self._model.grid.positions[self.collectives.rank]
-        return position.replica == 0 and (position.tp_rank == 0 or self._layout_of(parameter).dim is not None)
-
-    def tensor_parallel_range(self, parameter: int) -> DimRange | None:
-        return self._layout_of(parameter).tensor_parallel_range(self._model.tp_rank)
-
     def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
-        if not any(self._counts(parameter)):
+        if not any(self.layout.stepped_by_rank(parameter)):
             return torch.empty(0, dtype=torch.float32)
         return self._from_ranks(parameter, "values", [held.float()])  # of frozen ones too, which no rank steps
 
@@ -186,9 +159,6 @@ class FullySharded(Ownership):
             with contextlib.suppress(Exception):  # the caller that waited for these jobs got their failure
                 self.collectives.drain()  # its jobs use the group that is closed next
             self.averaging_collectives.close()
-
-    def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
-        return self._layout_of(parameter).joined(by_rank)
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return

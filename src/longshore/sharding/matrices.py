@@ -77,15 +77,15 @@ class RankExchange(MatrixExchange):
         results go back."""
 
     def _is_whole(self, matrix: Matrix) -> bool:
-        return all(numel == matrix.numel for _, numel in self._ownership.owners(matrix.parameter))
+        return all(numel == matrix.numel for _, numel in self._ownership.layout.owners(matrix.parameter))
 
     def _batch(self, matrices: Sequence[Matrix]) -> _Shared:
         """Share the work of a batch."""
         owners = owners_of(matrices, self._collectives.world_size)
         ranges = [
             [
-                [(part.parameter_offset, part.numel) for part in own if part.parameter == matrix.parameter]
-                for own in self._ownership.bucket_of[matrix.parameter].ranges
+                [(part.offset, part.numel) for part in own if part.parameter == matrix.parameter]
+                for own in self._ownership.layout.bucket_of[matrix.parameter].ranges
             ]
             for matrix in matrices
         ]

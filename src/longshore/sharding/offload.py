@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longshore.layout.divisions import division_of
 from longshore.layout.formats import Coding, StateFormat
+from longshore.layout.layout import Layout
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.ownership import Ownership, Replicated
+from longshore.sharding.ownership import Ownership, ReplicatedOwnership
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.twin_groups import twins_of
@@ -97,7 +99,9 @@ class ShardedOffload(StoreFactory):
             # Imported here: it imports torch's FSDP2, which takes a while.
             from longshore.sharding.fully_sharded import FullySharded
 
-            ownership = FullySharded(collectives, self.sharded, parameters)
+            ownership = FullySharded(collectives, self.sharded, parameters, settings.bucket_numel)
         else:
-            ownership = Ownership(collectives, self.gather_numel) if settings.stage > 0 else Replicated(collectives)
+            division = division_of(settings.stage, collectives.world_size, collectives.rank)
+            owning = Ownership if settings.stage > 0 else ReplicatedOwnership
+            ownership = owning(collectives, Layout(division, settings.bucket_numel), self.gather_numel)
         return ShardedStore(local, ownership, settings)

@@ -1,4 +1,4 @@
-"""Assignment of elements to the ranks that step them: a shard of each bucket (ZeRO-1 and 2), or all (stage 0)."""
+"""Communication for parameters that ranks step in parts: a shard of each bucket (ZeRO-1 and 2), or all (stage 0)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import HostRule, Scale
-from longshore.layout.divisions import Bucket, ShardRange, plan_buckets
-from longshore.layout.formats import Coding
-from longshore.layout.tiles import DimRange
+from longshore.layout.divisions import Bucket
+from longshore.layout.layout import Layout
+from longshore.layout.tiles import Range
 from longshore.optim.shards import flat, held_part
 from longshore.sharding.agreement import Action, WindowStatus, as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
@@ -27,7 +27,7 @@ DEVICE_GATHER_NUMEL = 1 << 26
 class SliceEntry(NamedTuple):
     """Part of a shard range in a slice: its positions in the slice, in the range and in the parameter."""
 
-    owned: ShardRange
+    owned: Range
     in_slice: slice
     in_range: slice
     in_parameter: slice
@@ -40,85 +40,43 @@ def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, 
         yield start, min(step, shard_numel - start)
 
 
-def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[SliceEntry]:
+def slice_entries(ranges: Sequence[Range], start: int, numel: int) -> list[SliceEntry]:
     """Return the parts of the ranges of a shard that are in its elements ``[start, start + numel)``."""
     found = []
     for owned in ranges:
         first, last = max(owned.shard_offset, start), min(owned.shard_offset + owned.numel, start + numel)
         if first < last:
             inside = slice(first - owned.shard_offset, last - owned.shard_offset)
-            whole = slice(owned.parameter_offset + inside.start, owned.parameter_offset + inside.stop)
+            whole = slice(owned.offset + inside.start, owned.offset + inside.stop)
             found.append(SliceEntry(owned, slice(first - start, last - start), inside, whole))
     return found
 
 
 class Ownership:
-    """Buckets of one optimizer, the shard ranges of them that this rank steps, and the communication for that. In this
-    class each rank steps its shard of every bucket.
+    """The layout of one optimizer over ranks, and the communication that it needs. In this class each rank steps its
+    shard of every bucket.
 
     Args:
         collectives: collectives over all ranks of the engine.
+        layout: without parameters, which are added to it.
         gather_numel: elements, over all ranks, of one gather of parameters.
 
     Attributes:
         replicates: whether every rank has all of each parameter on its device.
         averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
         window: status of this rank's window.
-        dtypes: dtypes of all parameters, in the order in which they were added.
-        codings: how the states of a parameter are encoded, which is set before it is added; without one: float32.
-        buckets: all buckets, in the order of their index.
-        bucket_of: the bucket of each parameter; a parameter without elements is in none.
-        layout: checksum of the parameters.
+        layout: of all parameters; replaced where some are added.
     """
 
     replicates = True
 
-    def __init__(self, collectives: CollectiveThread, gather_numel: int = GATHER_NUMEL) -> None:
-        # These are fixed.
+    def __init__(self, collectives: CollectiveThread, layout: Layout, gather_numel: int = GATHER_NUMEL) -> None:
         self.collectives = collectives
         self.averaging_collectives = collectives
+        self.layout = layout
         self.window = WindowStatus()
         on_cpu = collectives.data.device.type == "cpu"
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
-        # These grow with parameters.
-        self.dtypes: dict[int, torch.dtype] = {}
-        self.codings: Mapping[int, Coding] = {}
-        self.buckets: list[Bucket] = []
-        self.bucket_of: dict[int, Bucket] = {}
-        self.layout = 0
-        self._owned: dict[int, list[ShardRange]] = {}
-        self._ranges: dict[int, ShardRange] = {}
-        """The owned ranges by their index."""
-        self._next_range = 0
-
-    def add(
-        self, parameters: Iterable[tuple[int, int, torch.dtype]], bucket_numel: int
-    ) -> list[tuple[int, int, torch.dtype]]:
-        """Lay out parameters ``(index, numel, dtype)``; return this rank's new ranges in the same form and order."""
-        entries = list(parameters)
-        if entries:
-            codings = [self.codings.get(index) for index, _, _ in entries]
-            self.layout = zlib.crc32(repr((entries, codings) if any(codings) else entries).encode(), self.layout)
-        added = self._plan(entries, bucket_numel)
-        for parameter, _, dtype in entries:
-            self.dtypes[parameter] = dtype
-            self._owned[parameter] = []
-        new = []
-        for bucket in added:
-            self._next_range += sum(map(len, bucket.ranges))
-            self.bucket_of.update((member.parameter, bucket) for member in bucket.members)
-            for owned in self.owned_in(bucket):
-                self._owned[owned.parameter].append(owned)
-                self._ranges[owned.index] = owned
-                new.append((owned.index, owned.numel, self.dtypes[owned.parameter]))
-        self.buckets += added
-        return new[::-1]  # buckets were filled from the last parameter on
-
-    def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
-        """Return buckets of new parameters, given as ``(index, numel, dtype)``."""
-        units = {index: coding.format.unit for index, coding in self.codings.items()}
-        counts = self.collectives.world_size, len(self.buckets), self._next_range
-        return plan_buckets(parameters, bucket_numel, *counts, units=units)
 
     def ranks_with_raw(self, raw: bool) -> list[int]:
         """Return the ranks that come with ``raw`` True to a ``step()`` that no ``engine.backward()`` came before."""
@@ -128,52 +86,10 @@ class Ownership:
         assert rows is not None
         return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
 
-    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
-        """Return the ranges of the bucket that this rank steps."""
-        return bucket.ranges[self.averaging_collectives.rank]
-
-    def owned(self, parameter: int) -> Sequence[ShardRange]:
-        """Return the ranges of the parameter that this rank steps: one at most, except at stage 0."""
-        return self._owned.get(parameter, ())
-
-    def owners(self, parameter: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranks that step the parameter, each with the number of elements that it steps."""
-        return tuple((rank, count) for rank, count in enumerate(self._counts(parameter)) if count)
-
-    def _counts(self, parameter: int) -> list[int]:
-        """Return how many elements of the parameter each rank steps."""
-        ranges = self.bucket_of[parameter].ranges if parameter in self.bucket_of else ()
-        return [sum(each.numel for each in own if each.parameter == parameter) for own in ranges]
-
-    def place(self, owned: ShardRange) -> slice:
-        """Return where an owned range lies in this rank's part of the parameter on the device, flat."""
-        return owned.elements
-
-    def values(self, index: int, parameters: Mapping[int, Tensor]) -> Tensor:
+    def values(self, key: int, parameters: Mapping[int, Tensor]) -> Tensor:
         """Return the elements of an owned range, flat, as they are in ``parameters`` on the device."""
-        owned = self._ranges[index]
-        return flat(held_part(parameters[owned.parameter]))[self.place(owned)]
-
-    def part(self, parameter: int, values: Tensor) -> Tensor:
-        """Return the part of a whole parameter, flat, that this rank shares with those it averages gradients with."""
-        return values
-
-    def on_device(self, parameter: int, values: Tensor) -> Tensor:
-        """Return the part of a whole parameter, flat, that this rank has on the device."""
-        return values
-
-    def counts_once(self, parameter: int) -> bool:
-        """Return whether this rank's ranges of the parameter count in a sum over the ranks; otherwise another rank has
-        the same ranges, and they count there."""
-        return True
-
-    def saves(self, owned: ShardRange) -> bool:
-        """Return whether this rank is the one to save an owned range, since several ranks may own the same."""
-        return self.counts_once(owned.parameter)
-
-    def tensor_parallel_range(self, parameter: int) -> DimRange | None:
-        """Return this rank's tensor-parallel part of the parameter, or None; offsets of ranges are within that part."""
-        return None
+        owned = self.layout.ranges[key]
+        return flat(held_part(parameters[owned.parameter]))[owned.held]
 
     def is_whole(self, parameter: int) -> bool:
         """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
@@ -224,7 +140,7 @@ class Ownership:
     def close(self) -> None:
         """Undo what was changed in the model."""
 
-    def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
+    def spread(self, bucket: Bucket, reduced: list[tuple[Range, Tensor]]) -> Iterable[tuple[Range, Tensor]]:
         """Return the gradients of the owned ranges from those of this rank's shard: float32, flat. Called in a job."""
         return reduced
 
@@ -247,12 +163,12 @@ class Ownership:
                     for entry in entries:
                         targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
-    def assemble(self, parameter: int, which: str, read: Callable[[ShardRange], Tensor]) -> Tensor:
+    def assemble(self, parameter: int, which: str, read: Callable[[Range], Tensor]) -> Tensor:
         """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range,
         and ``which`` is its name. All ranks have to call this method."""
-        if parameter not in self.bucket_of:
+        if parameter not in self.layout.bucket_of:
             return torch.empty(0, dtype=torch.float32)
-        return self._from_ranks(parameter, which, [read(owned) for owned in self.owned(parameter)])
+        return self._from_ranks(parameter, which, [read(owned) for owned in self.layout.owned(parameter)])
 
     def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
         """Return a whole parameter (float32, flat, on the CPU); ``held`` is the part that this rank has on its device.
@@ -261,7 +177,7 @@ class Ownership:
 
     def _from_ranks(self, parameter: int, which: str, parts: Sequence[Tensor]) -> Tensor:
         """Return a whole parameter, or its state ``which``, from the parts of all ranks; ``parts`` are this rank's."""
-        counts = self._counts(parameter)
+        counts = self.layout.stepped_by_rank(parameter)
         padded = torch.zeros(max(counts), dtype=torch.float32)
         for part in parts:
             padded[: part.numel()] = part
@@ -273,11 +189,8 @@ class Ownership:
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.data.gather(outgoing)]
 
         received = self.collectives.run(collect)
-        return self._joined(parameter, [each[:count] for each, count in zip(received, counts, strict=True)])
-
-    def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
-        """Return a whole parameter, flat, from the part that each rank steps."""
-        return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
+        parts = [each[:count] for each, count in zip(received, counts, strict=True)]
+        return self.layout.division.joined(parameter, parts)
 
     def total(self, part: float) -> float:
         """Return the sum over all parameters; ``part`` is the sum over this rank's owned ranges that count."""
@@ -288,23 +201,14 @@ class Ownership:
         return sum(parts.view(-1).tolist())
 
 
-class Replicated(Ownership):
+class ReplicatedOwnership(Ownership):
     """Ownership at stage 0: each rank steps everything, with the same gradients."""
 
-    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
-        return [owned for ranges in bucket.ranges for owned in ranges]
-
-    def _counts(self, parameter: int) -> list[int]:
-        return [sum(owned.numel for owned in self.owned(parameter))] * self.collectives.world_size
-
-    def saves(self, owned: ShardRange) -> bool:
-        return owned in self.bucket_of[owned.parameter].ranges[self.collectives.rank]
-
-    def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
-        values = {owned.index: tensor for owned, tensor in reduced}
+    def spread(self, bucket: Bucket, reduced: list[tuple[Range, Tensor]]) -> Iterable[tuple[Range, Tensor]]:
+        values = {owned.key: tensor for owned, tensor in reduced}
         own = bucket.ranges[self.collectives.rank]
         most = max(map(len, bucket.ranges))
-        has = [owned.index in values for owned in own]
+        has = [owned.key in values for owned in own]
         outgoing = self.collectives.data.outgoing(4 * bucket.shard_numel)
         shard = outgoing.memory.view(torch.float32)
         for owned, tensor in reduced:
@@ -321,8 +225,10 @@ class Replicated(Ownership):
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
 
-    def assemble(self, parameter: int, which: str, read: Callable[[ShardRange], Tensor]) -> Tensor:
-        return torch.cat([torch.empty(0, dtype=torch.float32), *(read(owned) for owned in self.owned(parameter))])
+    def assemble(self, parameter: int, which: str, read: Callable[[Range], Tensor]) -> Tensor:
+        return torch.cat(
+            [torch.empty(0, dtype=torch.float32), *(read(owned) for owned in self.layout.owned(parameter))]
+        )
 
     def total(self, part: float) -> float:
         return part
@@ -340,7 +246,7 @@ class OwnedForecast(Forecast):
 
     def rules(self) -> Mapping[int, HostRule]:
         return {
-            owned.index: rule
+            owned.key: rule
             for parameter, rule in self._whole.rules().items()
-            for owned in self._ownership.owned(parameter)
+            for owned in self._ownership.layout.owned(parameter)
         }

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.layout.divisions import Bucket, ShardRange
+from longshore.layout.divisions import Bucket
+from longshore.layout.tiles import Range
 from longshore.sharding.agreement import as_flags, as_words
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
@@ -74,7 +75,7 @@ def reduce_shard(
     dtype: torch.dtype,
     predivide: float,
     read: Callable[[Tensor], None] = lambda gradient: None,
-) -> list[tuple[ShardRange, Tensor]]:
+) -> list[tuple[Range, Tensor]]:
     """Reduce a bucket together with all other ranks, in a job of ``collectives``.
 
     ``gradients`` are this rank's, flat, by parameter. They are sent in ``dtype``, the same on all ranks, and removed
@@ -90,7 +91,7 @@ def reduce_shard(
     last = {member.parameter: 0 for member in bucket.members}
     for owned in itertools.chain(*bucket.ranges):
         last[owned.parameter] = max(last[owned.parameter], owned.shard_offset + owned.numel)
-    used: dict[int, tuple[ShardRange, Tensor]] = {}
+    used: dict[int, tuple[Range, Tensor]] = {}
     for start, numel in slices(bucket.shard_numel, world_size, slice_numel):
         by_rank = [slice_entries(ranges, start, numel) for ranges in bucket.ranges]
         outgoing = data.outgoing(world_size * numel * dtype.itemsize)
@@ -111,10 +112,10 @@ def reduce_shard(
                 part[entry.in_slice] for part, theirs in zip(received, has_by_rank, strict=True) if parameter in theirs
             ]
             if arrays:
-                if entry.owned.index not in used:
+                if entry.owned.key not in used:
                     values = torch.empty(entry.owned.numel, dtype=torch.float32, device=data.device)
-                    used[entry.owned.index] = (entry.owned, values)
-                add_up(used[entry.owned.index][1][entry.in_range], arrays, predivide / world_size)
+                    used[entry.owned.key] = (entry.owned, values)
+                add_up(used[entry.owned.key][1][entry.in_range], arrays, predivide / world_size)
     return list(used.values())
 
 

@@ -195,16 +195,15 @@ class LocalGradients:
             self._window.rounds += 1
             current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
             pending = self.take()[1]
-        buckets = list(self._ownership.buckets)  # copied: step() may add some while the thread is still at this round
         ready = self.marks()
         # Read now: the one changes when another rank gives up, the other as the buckets do.
         window, layout = self._window.number, self._ownership.layout
 
         def meet() -> None:
-            said = Statement([bool(some.summed) for some in pending], layout=layout)
+            said = Statement([bool(some.summed) for some in pending], layout=layout.checksum)
             rows = self._collectives.tell(Action.BACKWARD, current.number, window, said.numbers())
             assert rows is not None
-            self.reduce_pending(pending, agreement_of(rows, said).deferred, buckets, ready)
+            self.reduce_pending(pending, agreement_of(rows, said).deferred, layout.buckets, ready)
 
         self._open(current, meet)
 
@@ -234,7 +233,7 @@ class LocalGradients:
             window, layout = self._window.number, self._ownership.layout  # read now, as in _begin_round()
 
         def meet() -> None:
-            said = Statement([sums], layout=layout)
+            said = Statement([sums], layout=layout.checksum)
             rows = self._collectives.tell(Action.CLOSE, closing.number, window, said.numbers())
             if rows is None:
                 closing.failed = True  # another rank is at its step already, and this one soon will be
@@ -254,7 +253,7 @@ class LocalGradients:
         self._collectives.submit(job)
 
     def _ordered(self) -> list[Bucket]:
-        return [self._ownership.buckets[index] for index in self.order]
+        return [self._ownership.layout.buckets[index] for index in self.order]
 
     def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         """Queue the reduction of one bucket of a round."""
@@ -291,7 +290,7 @@ class LocalGradients:
     def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool, ready: Any) -> None:
         """Reduce one bucket once ``ready`` is reached. ``sums``: some of the gradients, of any rank, may be sums, which
         their parameter's dtype may not be able to represent."""
-        dtype = self._ownership.dtypes[bucket.members[0].parameter]
+        dtype = bucket.dtype
         if sums:  # a dtype that can represent both, so that no bit depends on which rank has a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
@@ -299,7 +298,7 @@ class LocalGradients:
         with streams.aside(ready):
             reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide, streams.read_aside)
             for owned, values in self._ownership.spread(bucket, reduced):
-                self._local.arrive(owned.index, values)
+                self._local.arrive(owned.key, values)
 
     # -- gradients, from any thread -------------------------------------------
 
@@ -308,7 +307,7 @@ class LocalGradients:
         with self._lock:
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
             self._streams.add(self._local.streams.stream())
-            bucket = self._ownership.bucket_of.get(parameter)
+            bucket = self._ownership.layout.bucket_of.get(parameter)
             if bucket is None:
                 return  # the parameter has no elements
             if self._closing is not None:

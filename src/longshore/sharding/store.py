@@ -11,8 +11,9 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import MatrixRule, Scale
-from longshore.layout.formats import Coding, StateFormat
-from longshore.layout.tiles import MatrixLayout
+from longshore.layout.formats import StateFormat
+from longshore.layout.layout import Layout
+from longshore.layout.tiles import Range, Spec
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
@@ -24,8 +25,6 @@ from longshore.tiles import (
     Breakage,
     Forecast,
     Matrix,
-    MatrixRange,
-    OwnedRange,
     ParameterStep,
     ParameterStore,
     Recorder,
@@ -53,52 +52,45 @@ class ShardedStore(ParameterStore):
         self.window = ownership.window
         self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
-        self._codings: dict[int, Coding] = {}  # of whole parameters, unless their states are float32
-        self._matrix_state = ""
-        self._matrices: dict[int, MatrixLayout] = {}  # parameters that are matrices
 
     @property
     def local(self) -> TileStore:
         """Tiles of the shard ranges that this rank owns, by the index of the range."""
         return self._local
 
-    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        first, entries = len(self.ownership.buckets), list(parameters)
-        self.ownership.codings = codings = self._codings
-        added = self.ownership.add(entries, self._settings.bucket_numel)
-        owned = {index: self.ownership.owned(index) for index, _, _ in entries if index in codings}
-        self.local.set_codings(
-            {each.index: codings[index].behind(each.parameter_offset) for index in owned for each in owned[index]}
-        )
-        if matrices := [index for index, _, _ in entries if index in self._matrices]:
-            ranges = {
-                each.index: MatrixRange(index, self._matrices[index], each.parameter_offset)
-                for index in matrices
-                for each in self.ownership.owned(index)
-            }
-            self.local.add_matrix_ranges(self._matrix_state, ranges)
-        self.local.add_parameters(added)
-        self._gradients.order += range(first, len(self.ownership.buckets))
+    @property
+    def layout(self) -> Layout:
+        """Layout of all parameters over the ranks."""
+        return self.ownership.layout
 
-    def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
-        if self.ownership.averaging_collectives is not self.collectives:
-            raise ValueError(
-                "Muon needs whole matrices, and tensor parallelism has divided them: train without it, or with AdamW"
-            )
-        self._matrix_state = state
-        self._matrices.update(layouts)
+    def add_parameters(self, specs: Iterable[Spec]) -> None:
+        added, former = list(specs), self.layout
+        self._check_undivided(added)
+        layout = self.ownership.layout = former.extended(added)
+        self.local.add_parameters(layout.parts(len(former.buckets)))
+        self._gradients.order += range(len(former.buckets), len(layout.buckets))
 
-    def set_codings(self, codings: Mapping[int, Coding]) -> None:
-        encoded = {index: coding for index, coding in codings.items() if coding.format is not StateFormat.FP32}
-        if encoded and self.ownership.averaging_collectives is not self.collectives:
-            raise ValueError(
-                f"states={next(iter(encoded.values())).format.value!r} needs the places of elements in whole "
-                "parameters, which tensor parallelism has divided: train without it, or leave states out"
-            )
-        self._codings.update(encoded)
+    def _check_undivided(self, specs: Iterable[Spec]) -> None:
+        """Raise ValueError if tensor parallelism divides parameters that have to be known as a whole."""
+        if self.ownership.averaging_collectives is self.collectives:
+            return
+        for spec in specs:
+            if spec.matrix is not None:
+                raise ValueError(
+                    "Muon needs whole matrices, and tensor parallelism has divided them: train without it, or with "
+                    "AdamW"
+                )
+            if spec.coding.format is not StateFormat.FP32:
+                raise ValueError(
+                    f"states={spec.coding.format.value!r} needs the places of elements in whole parameters, which "
+                    "tensor parallelism has divided: train without it, or leave states out"
+                )
+
+    def add_matrices(self, state: str) -> None:
+        self.local.add_matrices(state)  # this rank meets the others for them even if it has no part of any
 
     def __contains__(self, parameter: int) -> bool:
-        return parameter in self.ownership.dtypes
+        return parameter in self.layout.specs
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         self.local.set_recorders(recorders)
@@ -148,7 +140,7 @@ class ShardedStore(ParameterStore):
         return self.window.arrivals.get(parameter, 0)
 
     def reduced(self, parameter: int) -> int | None:
-        return min((self.local.reduced(each.index) for each in self.ownership.owned(parameter)), default=None)
+        return min((self.local.reduced(each.key) for each in self.layout.owned(parameter)), default=None)
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -185,14 +177,15 @@ class ShardedStore(ParameterStore):
         window = self.window
         failure = window.failure or failure
         closing, kept = self._gradients.take()
-        parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
+        layout, order = self.layout, self._gradients.planned_order()
+        parameters = list(layout.specs)
         backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
-        ready, layout, reduced = self._gradients.marks(), self.ownership.layout, window.rounds + window.settled
+        ready, reduced = self._gradients.marks(), window.rounds + window.settled
 
         def settle() -> list[int]:
             early = closing is not None and closing.reduced_all_of(kept)
             sums, failed = [bool(some.summed) for some in kept], failure is not None
-            said = Statement(sums, failed, backwards, order, used, early, layout, reduced)
+            said = Statement(sums, failed, backwards, order, used, early, layout.checksum, reduced)
             rows = self.collectives.tell(Action.STEP, 0, window.number, said.numbers())
             assert rows is not None
             agreed = agreement_of(rows, said)
@@ -208,7 +201,7 @@ class ShardedStore(ParameterStore):
                 if closing is not None:
                     self.local.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
-                buckets = [each for each in self.ownership.buckets if each.parameters & wanted]
+                buckets = [each for each in layout.buckets if each.parameters & wanted]
                 self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)
             return active
 
@@ -241,8 +234,8 @@ class ShardedStore(ParameterStore):
         counted: dict[int, Tensor | None] = {}
         repeated: dict[int, Tensor | None] = {}
         for parameter in gradients:
-            ranges = counted if self.ownership.counts_once(parameter) else repeated
-            ranges.update((each.index, None) for each in self.ownership.owned(parameter))
+            for each in self.layout.owned(parameter):
+                (counted if each.counts else repeated)[each.key] = None
         part, other = (self.local.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
         # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
         return self.ownership.total(part if math.isfinite(other) else other)
@@ -257,9 +250,9 @@ class ShardedStore(ParameterStore):
             self.broken = Breakage.by(error)
             raise
         own = {
-            each.index: ParameterStep(step.rule, step.target[self.ownership.place(each)], None)
+            each.key: ParameterStep(step.rule, step.target[each.held], None)
             for parameter, step in steps.items()
-            for each in self.ownership.owned(parameter)
+            for each in self.layout.owned(parameter)
         }
         failure: BaseException | None = None
         try:
@@ -277,7 +270,7 @@ class ShardedStore(ParameterStore):
             agreed = agreement_of(self.collectives.rows(torch.tensor(said.numbers())), said)
             agreed.check(self.collectives.rank, failure, BrokenStateError)
             with self.streams.aside(ready):
-                for bucket in self.ownership.buckets:
+                for bucket in self.layout.buckets:
                     if active := bucket.parameters & steps.keys():
                         self.ownership.publish(bucket, {parameter: steps[parameter].target for parameter in active})
 
@@ -295,10 +288,12 @@ class ShardedStore(ParameterStore):
     def _exchange_of(self, steps: Mapping[int, ParameterStep]) -> RankExchange | None:
         """Return what brings the matrices of a step together; if this rank's device has no memory for that, no rank
         steps."""
+        layout = self.layout
         matrices = [
-            Matrix(parameter, self._matrices[parameter], step.rule)
+            Matrix(parameter, matrix.layout, step.rule)
             for parameter, step in sorted(steps.items())
-            if isinstance(step.rule, MatrixRule) and parameter in self.ownership.bucket_of
+            if isinstance(step.rule, MatrixRule) and (matrix := layout.specs[parameter].matrix) is not None
+            if parameter in layout.bucket_of
         ]
         if not matrices:
             return None
@@ -349,32 +344,28 @@ class ShardedStore(ParameterStore):
         self.broken = None
         self._gradients.begin()
 
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
-        within = self.ownership.tensor_parallel_range(parameter)
-        return [
-            OwnedRange(each.index, each.parameter_offset, each.numel, self.ownership.saves(each), within)
-            for each in self.ownership.owned(parameter)
-        ]
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[Range]:
+        return self.layout.owned(parameter)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self._before_writing()
-        for each in self.ownership.owned(parameter):
-            self.local.adopt(each.index, values[self.ownership.place(each)], keep_matching=keep_matching)
+        for each in self.layout.owned(parameter):
+            self.local.adopt(each.key, values[each.held], keep_matching=keep_matching)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
-        owned = self.ownership.owned(parameter)
-        return sum(self.local.count_differing(each.index, values[self.ownership.place(each)]) for each in owned)
+        owned = self.layout.owned(parameter)
+        return sum(self.local.count_differing(each.key, values[each.held]) for each in owned)
 
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
-        values = self.ownership.part(parameter, values)
-        owned = self.ownership.owned(parameter)
-        return any(self.local.differs(each.index, which, values[each.elements]) for each in owned)
+        values = self.layout.division.part(parameter, values)
+        owned = self.layout.owned(parameter)
+        return any(self.local.differs(each.key, which, values[each.elements]) for each in owned)
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
         reduced one."""
         self.check_usable()
-        return self.ownership.assemble(parameter, which, lambda each: self.local.read_state(each.index, which))
+        return self.ownership.assemble(parameter, which, lambda each: self.local.read_state(each.key, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
@@ -382,14 +373,14 @@ class ShardedStore(ParameterStore):
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()
-        values = self.ownership.part(parameter, values)
-        for each in self.ownership.owned(parameter):
-            self.local.write_state(each.index, which, values[each.elements])
+        values = self.layout.division.part(parameter, values)
+        for each in self.layout.owned(parameter):
+            self.local.write_state(each.key, which, values[each.elements])
 
     def clear_state(self, parameter: int) -> None:
         self._before_writing()
-        for each in self.ownership.owned(parameter):
-            self.local.clear_state(each.index)
+        for each in self.layout.owned(parameter):
+            self.local.clear_state(each.key)
 
     def close(self) -> None:
         self._closed = True

@@ -3,12 +3,11 @@
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.bets import SpeculationMemory, SpeculationRecord, memory_for_speculation
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
-from longshore.tiles.matrices import MatrixRange
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, OwnedRange, ParameterStep, broken_state_error
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
 from longshore.tiles.tile import TileState
 
@@ -24,8 +23,6 @@ __all__ = [
     "LocalExchange",
     "Matrix",
     "MatrixExchange",
-    "MatrixRange",
-    "OwnedRange",
     "ParameterStep",
     "ParameterStore",
     "Ranges",

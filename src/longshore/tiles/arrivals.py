@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longshore.accelerator import Mark
 from longshore.kernels import Kernels
+from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
@@ -21,9 +22,6 @@ from longshore.tiles.parcels import Entry, Parcel, Waiting
 from longshore.tiles.tile import Segment, Tile
 from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
-
-LANDING_SLOTS = 2
-"""While the host adds a later gradient from one slot, the next one is copied to the other."""
 
 
 @dataclass(eq=False)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from longshore.accelerator import Mark
 from longshore.kernels import Buffer, HostKernels, Kernels, Outputs, Scale, copy_elements, master_of
+from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import (
     NO_RECORDER,
-    PIPELINE_DEPTH,
     STEP_IN_PLACE,
     Move,
     Recorder,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import master_of, write_state
-from longshore.layout.formats import FLOAT32_STATES, NEVER_NEGATIVE, Coding, StateFormat
-from longshore.layout.tiles import MatrixLayout, Range, divided, tile_runs
+from longshore.layout.formats import NEVER_NEGATIVE, Coding
+from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Spec, TileRun, runs_by_home
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Recorder
-from longshore.tiles.matrices import MatrixBackend, MatrixRange
+from longshore.tiles.matrices import MatrixBackend
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.steps import MASTER
 from longshore.tiles.tile import Segment, Tile
@@ -51,7 +52,6 @@ class Backends:
         self.kernels = settings.kernels
         # Grow with parameters.
         self.tiles: list[Tile] = []
-        self._codings: dict[int, Coding] = {}
         self._pending_reads = PendingReads()
         self.backend = Backend(settings, (MASTER,), self._pending_reads)
         """The backend of all parameters but matrices, and those that ``on_device`` has."""
@@ -106,56 +106,58 @@ class Backends:
             elif not tile.own_master:
                 master_of(buffer)[segment.layout.in_buffer].copy_(part)
 
-    def set_codings(self, codings: Mapping[int, Coding]) -> None:
-        self._codings.update(codings)
-
-    def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
-        self.add_matrix_ranges(state, {index: MatrixRange(index, layout) for index, layout in layouts.items()})
-
-    def add_matrix_ranges(self, state: str, ranges: Mapping[int, MatrixRange]) -> None:
-        """Announce parts of matrices, by index, which are added next, with the name of their one state. There may be
-        none of matrices that other ranks have."""
-        if self.matrices is None:
-            self.matrices = MatrixBackend(self._settings, self._pending_reads, state)
-            mine, others = self.matrices.speculator, self.backend.speculator
-            mine.forecast = others.forecast
-            mine.beside, others.beside = [weakref.proxy(others)], [weakref.proxy(mine)]
-            self.matrices.parts.update((index, []) for index in self.backend.parts)
-            self.matrices.set_recorders(self.recorders)
-        self.matrices.ranges.update(ranges)
-
-    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        added = list(parameters)
-        for backend in self.backends:
-            backend.parts.update((index, []) for index, _, _ in added)
+    def add_matrices(self, state: str) -> None:
+        """Announce that parameters which are added next are matrices, or that other ranks have some."""
         if self.matrices is not None:
-            whole = [Range(each[0], 0, *each[1:]) for each in added if each[0] in self.matrices.ranges]
-            added = [each for each in added if each[0] not in self.matrices.ranges]
-            self._add(self.matrices, [[each] for each in whole])
-        kept, rest = divided(added, self._ratio)
-        if self.on_device is not None:
-            self._add(self.on_device, [kept])
-        self._add(self.backend, [rest])
+            return
+        self.matrices = MatrixBackend(self._settings, self._pending_reads, state)
+        mine, others = self.matrices.speculator, self.backend.speculator
+        mine.forecast = others.forecast
+        mine.beside, others.beside = [weakref.proxy(others)], [weakref.proxy(mine)]
+        self.matrices.parts.update((index, []) for index in self.backend.parts)
+        self.matrices.set_recorders(self.recorders)
 
-    def _add(self, backend: Backend, ranges: Iterable[Sequence[Range]]) -> None:
-        """Lay out ranges in new tiles; those that are not in one sequence are never in one tile."""
+    def add_parameters(self, specs: Iterable[Spec]) -> None:
+        added = list(specs)
+        for backend in self.backends:
+            backend.parts.update((spec.key, []) for spec in added)
+        device_tile_numel = self.backend.tile_numel if self.on_device is None else self.on_device.tile_numel
+        homes = runs_by_home(added, self._ratio, self.backend.tile_numel, device_tile_numel)
+        codings = {spec.key: spec.coding for spec in added}
+        if self.matrices is not None:
+            self.matrices.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
+            self._add(self.matrices, homes.matrices, codings)
+        if self.on_device is not None:
+            self._check_share(homes)
+            self._add(self.on_device, homes.device, codings)
+        self._add(self.backend, homes.host, codings)
+
+    def _check_share(self, homes: Homes) -> None:
+        """Warn if fewer elements stay on the device than a quarter of those that ``ratio`` leaves there."""
+        kept, rest = (sum(run.tiles * run.numel for run in runs) for runs in (homes.device, homes.host))
+        share = kept / (kept + rest) if kept + rest else 1.0
+        if share < (1.0 - self._ratio) / 4:
+            warnings.warn(
+                f"ratio={self._ratio:g} leaves {1.0 - self._ratio:.0%} of the optimizer's state on the device, and "
+                f"{share:.0%} stays there: the first parameters stay, and what is left is too small for a part of the "
+                f"next one ({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep "
+                "all of it there",
+                stacklevel=2,
+            )
+
+    def _add(self, backend: Backend, runs: Iterable[TileRun], codings: Mapping[int, Coding]) -> None:
+        """Make the tiles of ``runs``."""
         ours = backend.streams is self.streams
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
-        for together in ranges:
-            offsets = {each.parameter: each.offset for each in together}
-            keyed = ((each.parameter, each.numel, each.dtype, self._format_of(each.parameter)) for each in together)
-            for run in tile_runs(keyed, backend.tile_numel):
-                outputs = backend.outputs_of(run.dtype, ours and self._values_of is not None)
-                for layout in run.layouts(first + len(added), offsets):
-                    added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, outputs, self._codings))
+        for run in runs:
+            outputs = backend.outputs_of(run.dtype, ours and self._values_of is not None)
+            for layout in run.layouts(first + len(added)):
+                added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, outputs, codings))
         for tile in added if ours else ():
             tile.recorder = self.recorder
         self.tiles += added
         backend.add(added)
-
-    def _format_of(self, parameter: int) -> StateFormat:
-        return self._codings.get(parameter, FLOAT32_STATES).format
 
     def _forget_tiles(self) -> None:
         """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""

@@ -192,10 +192,6 @@ def _label(name: str, tile: int | None) -> str:
     return f"longshore: {name}" if tile is None else f"longshore: {name}, tile {tile}"
 
 
-PIPELINE_DEPTH = 4
-"""Number of tiles under way at once: one copied to the host, one stepped, one copied back, one more against jitter."""
-
-
 class Track(Enum):
     """Threads and streams, each of which does one thing at a time."""
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import UNSCALED, HostRule, MatrixRule, Outputs, Rule, Scale, TileSegment, float32_arrays
-from longshore.layout.tiles import MatrixLayout
+from longshore.layout.memory import PIPELINE_DEPTH
+from longshore.layout.tiles import MatrixRange
 from longshore.tiles.backend import Active, Backend, BackendSettings
-from longshore.tiles.events import PIPELINE_DEPTH, STEP_IN_PLACE, Move, Recorder, commit_moves
+from longshore.tiles.events import STEP_IN_PLACE, Move, Recorder, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.memory import PendingReads, Slot
 from longshore.tiles.publishing import NewValues, publish
@@ -25,21 +26,6 @@ from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER
 from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
 from longshore.transfer import wait_for_all
-
-
-@dataclass(frozen=True)
-class MatrixRange:
-    """Elements of a matrix that have an index of their own in a store: all of it, or one rank's part.
-
-    Attributes:
-        parameter: index of the parameter in the optimizer.
-        layout: how that parameter is divided into matrices.
-        offset: first element in the parameter, flat.
-    """
-
-    parameter: int
-    layout: MatrixLayout
-    offset: int = 0
 
 
 class MatrixSpeculator(Speculator):

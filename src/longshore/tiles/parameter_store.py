@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from longshore.kernels import Scale
-from longshore.layout.formats import Coding
-from longshore.layout.tiles import MatrixLayout
+from longshore.layout.tiles import Range, Spec
 from longshore.tiles.events import Recorder
-from longshore.tiles.steps import Breakage, Forecast, OwnedRange, ParameterStep
+from longshore.tiles.steps import Breakage, Forecast, ParameterStep
 from longshore.tiles.store import TileStore
 
 
@@ -40,17 +38,13 @@ class ParameterStore(Protocol):
         ...
 
     @abstractmethod
-    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``, in forward's order if it is known: gradients come in reverse order."""
-
-    @abstractmethod
-    def add_matrices(self, state: str, layouts: Mapping[int, MatrixLayout]) -> None:
+    def add_matrices(self, state: str) -> None:
         """Announce that some of the parameters that are added next are matrices, whose one array beside the master is
         ``state``."""
 
     @abstractmethod
-    def set_codings(self, codings: Mapping[int, Coding]) -> None:
-        """Announce how the states of the parameters are encoded that are added next; others are float32."""
+    def add_parameters(self, specs: Iterable[Spec]) -> None:
+        """Lay out parameters, in forward's order if it is known: gradients come in reverse order."""
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
@@ -179,7 +173,7 @@ class ParameterStore(Protocol):
         """Zero all arrays of the parameter."""
 
     @abstractmethod
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[Range]:
         """Return the ranges of a parameter of this shape whose state this process keeps."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Descriptions of a step for a store: parameters, rules and ranges; and the error of a step that failed half way."""
+"""Descriptions of a step for a store: parameters and rules; and the error of a step that failed half way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostRule, Scale
-from longshore.layout.tiles import DimRange
 
 MASTER = "master"
 """Name of the first array of every buffer."""
@@ -65,16 +64,3 @@ class Forecast(ABC):
     @abstractmethod
     def rules(self) -> Mapping[int, HostRule]:
         """Return, by parameter, the rule by which it would be stepped now."""
-
-
-class OwnedRange(NamedTuple):
-    """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
-
-    key: int
-    """Index of these elements in the store of this process's tiles."""
-    offset: int
-    numel: int
-    writes: bool = True
-    """Whether this process writes these elements to checkpoints, if several processes keep the same ones."""
-    within: DimRange | None = None
-    """The part of the parameter that ``offset`` counts in, if tensor parallelism split it before it was sharded."""

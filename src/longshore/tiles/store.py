@@ -17,13 +17,14 @@ from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale, total_of_blocks, zero_elements
+from longshore.layout.tiles import Range
 from longshore.tiles.backend import Active, BackendSettings
 from longshore.tiles.backends import Backends
 from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NORM, Recorder
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, OwnedRange, ParameterStep, broken_state_error
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
 from longshore.tiles.tile import Tile, TileEvent, TileState
 
 
@@ -346,9 +347,9 @@ class TileStore(Backends):
             if tile.buffer is not None:  # a tile without a buffer has only zeros
                 zero_elements(tile.buffer, segment.layout.in_buffer)
 
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[Range]:
         numel = math.prod(shape)
-        return [OwnedRange(parameter, 0, numel)] if numel > 0 else []
+        return [Range(parameter, parameter, 0, numel)] if numel > 0 else []
 
     def close(self) -> None:
         for backend in self.backends:
