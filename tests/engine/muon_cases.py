@@ -94,11 +94,10 @@ def ahead(stage: int, dtype: torch.dtype, clipping: float) -> tuple[list[list[st
     ahead, kept and redone in it."""
     plain_model = build().to(dtype)
     engine = offloading(stage, dtype, clipping, {"super_offload": True})
-    matrices = engine.optimizer._core.store.local.matrices
     found, counts = [], []
     for differing in stepped(engine, plain_of(plain_model), plain_model, range(4), clipping):
         found.append(differing)
-        record = matrices.speculator.record
+        record = engine.optimizer.speculation
         counts.append((record.begun, record.kept, record.redone))
     engine.destroy()
     return found, counts

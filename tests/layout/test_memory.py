@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longshore.kernels import UNSCALED, HostKernels
 from longshore.layout.formats import Coding, StateFormat
 from longshore.layout.memory import HomeLayout, Spares
-from longshore.layout.tiles import Spec, runs_by_home
+from longshore.layout.tiles import DimRange, MatrixLayout, Spec, runs_by_home
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import BackendSettings, ParameterStep, TileStore
 from longshore.transfer import CopyStreams, SimulatedTransfer
@@ -20,7 +20,6 @@ from longshore.transfer import CopyStreams, SimulatedTransfer
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 FORMATS = st.sampled_from(list(StateFormat))
 PARAMETERS = st.lists(st.tuples(st.integers(1, 9), DTYPES, FORMATS), min_size=1, max_size=5)
-NO_SPARES = Spares(0, 0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -54,9 +53,9 @@ def test_a_store_allocates_what_is_counted(
     store.settle()
     homes = runs_by_home(specs, 1.0, tile_numel, tile_numel)
     assert not homes.matrices and not homes.device
-    home = HomeLayout(tuple(homes.host), 3, arrives_as, staged, staged, own_masters=False)
+    home = HomeLayout(tuple(homes.host), 3, 2, arrives_as, staged, staged, own_masters=False)
     assert home.tiles == len(store.tiles)
-    assert store.host_bytes() == home.memory(arrivals, NO_SPARES)
+    assert store.host_bytes() == home.memory(arrivals)
     rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, decoupled=True, step=1)
     store.commit({key: ParameterStep(rule, each, None) for key, each in values.items()}, UNSCALED)
     store.close()
@@ -68,8 +67,25 @@ BUDGETS = [(0, 0), (-5, 0), (16 * 14 - 1, 0), (16 * 14, 1), (16 * 14 * 3, 3), (1
 @pytest.mark.parametrize(("budget", "tiles"), BUDGETS)
 def test_the_last_tiles_have_spares(budget: int, tiles: int) -> None:
     (run,) = runs_by_home([Spec(0, 64, torch.bfloat16)], 1.0, 16, 16).host
-    home = HomeLayout((run,), 3, None, staged=True, publishes=True, own_masters=False)
-    asked: list[int] = []
-    found = home.spares(lambda most: (asked.append(most), budget)[1])
-    assert asked == [4 * 16 * (12 + 2)]
-    assert found == Spares(tiles, tiles * (16 * 12 + 64))
+    home = HomeLayout((run,), 3, 2, None, staged=True, publishes=True, own_masters=False)
+    asked: list[tuple[int, int]] = []
+
+    def budget_of(most: int, taken: int) -> int:
+        asked.append((most, taken))
+        return budget - taken
+
+    assert home.spares(budget_of) == Spares(0, tiles, tiles * (16 * 12 + 64))
+    assert asked == [(0, 0), (4 * 16 * (12 + 2), 0)]
+
+
+def test_matrices_have_the_first_of_the_memory() -> None:
+    matrix = MatrixLayout(8, 4, (DimRange(0, 0, 8),)).whole(0)
+    homes = runs_by_home([Spec(0, 32, torch.bfloat16, matrix=matrix), Spec(1, 32, torch.bfloat16)], 1.0, 16, 16)
+    home = HomeLayout((*homes.host, *homes.matrices), 3, 2, None, staged=True, publishes=True, own_masters=False)
+    of_matrix, of_other = 16 * 8 + 64, 16 * 12 + 64
+    for memory, expected in (
+        (of_matrix, Spares(1, 0, of_matrix)),
+        (2 * of_matrix + of_other, Spares(2, 1, 2 * of_matrix + of_other)),
+        (1 << 20, Spares(2, 2, 2 * of_matrix + 2 * of_other)),
+    ):
+        assert home.spares(lambda most, taken, memory=memory: memory - taken) == expected

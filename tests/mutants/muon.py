@@ -27,16 +27,16 @@ MUTANTS = [
     ),
     Mutant(
         "clipping comes after the momentum",
-        "MatrixBackend._first_pass",
-        "self._pass(tile, state, state, [row], [rule], scale, Outputs.WRITTEN)",
-        "self._pass(tile, state, state, [row], [rule], UNSCALED, Outputs.WRITTEN)",
+        "MatrixSteps._first_pass",
+        "self._backend.kernels.step_tile(state, state, [row], [rule], self._scale, Outputs.WRITTEN)",
+        "self._backend.kernels.step_tile(state, state, [row], [rule], UNSCALED, Outputs.WRITTEN)",
         (MUON,),
     ),
     Mutant(
         "the momentum is bfloat16",
-        "MatrixBackend._first_pass",
-        "state = float32_arrays(tile.buffer)[-1:]",
-        "state = float32_arrays(tile.buffer)[-1:]\nstate.copy_(state.bfloat16())",
+        "MatrixSteps._first_pass",
+        "state = float32_arrays(tile.buffer)[MATRIX_STATE]",
+        "state = float32_arrays(tile.buffer)[MATRIX_STATE]\nstate.copy_(state.bfloat16())",
         (MUON,),
     ),
     Mutant(
@@ -55,16 +55,16 @@ MUTANTS = [
     ),
     Mutant(
         "all blocks of a fused matrix have the learning rate of the first",
-        "MatrixBackend._last_passes",
+        "MatrixSteps._last_passes",
         "rows.append(TileSegment(at, gradient[here], output[here], layout.blocks.index(block)))",
         "rows.append(TileSegment(at, gradient[here], output[here], 0))",
         (MUON,),
     ),
     Mutant(
         "the update of a matrix in several tiles is that of its first one",
-        "MatrixBackend._last_passes",
-        "output, gradient = (self.streams.output_for(part.target, staged), update[part.in_piece])",
-        "output, gradient = (self.streams.output_for(part.target, staged), update[:segment.layout.numel])",
+        "MatrixSteps._last_passes",
+        "output, gradient = (backend.streams.output_for(target, staged), update[part.in_piece])",
+        "output, gradient = (backend.streams.output_for(target, staged), update[:segment.layout.numel])",
         (MUON,),
     ),
     Mutant(
@@ -153,45 +153,48 @@ MUTANTS = [
     ),
     Mutant(
         "what a transformation has overwritten is transformed once more",
-        "MatrixBackend._first_passes",
-        "self.speculator.spend(part.tile)",
-        "",
+        "MatrixSteps._first_passes",
+        "self._backend.speculator.spend(part.tile)",
+        "pass",
         (AHEAD,),
     ),
     Mutant(
         "a part of a matrix that was stepped ahead is not transformed",
-        "MatrixBackend._first_passes",
+        "MatrixSteps._first_passes",
         "pieces[work.matrix.parameter][part.in_piece] = part.ahead",
         "pass",
         (AHEAD,),
     ),
     Mutant(
         "the last pass of a matrix that was stepped ahead is over the former momentum",
-        "MatrixBackend._last_passes",
-        "self.speculator.keep(tile)",
-        "tile.move(TileEvent.REDO)\ntile.move(TileEvent.COMMIT)\ntile.move(TileEvent.COMMIT_DONE)",
+        "MatrixSteps._last_passes",
+        "backend.speculator.keep(tile)",
+        "tile.move(TileEvent.REDO)\ntile.move(TileEvent.COMMIT)",
         (AHEAD,),
     ),
     Mutant(
         "a matrix is kept after its last pass",
-        "MatrixBackend._last_passes",
-        "self.speculator.keep(tile)\n"
-        "self._pass(tile, master, float32_arrays(tile.buffer)[:-1], rows, rules, UNSCALED, tile.outputs)",
-        "self._pass(tile, master, float32_arrays(tile.spare)[:-1], rows, rules, UNSCALED, tile.outputs)\n"
-        "self.speculator.keep(tile)",
+        "MatrixSteps._last_passes",
+        "if part.ahead is not None:\n    backend.speculator.keep(tile)\n"
+        "after = float32_arrays(tile.buffer)[MATRIX_MASTER]\nwith tile.stepping(after, rows):\n"
+        "    backend.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)",
+        "after = float32_arrays(tile.buffer if part.ahead is None else tile.spare)[MATRIX_MASTER]\n"
+        "with tile.stepping(after, rows):\n"
+        "    backend.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)\n"
+        "if part.ahead is not None:\n    backend.speculator.keep(tile)",
         (AHEAD,),
     ),
     Mutant(
         "matrices and other tiles have the memory for spares twice",
-        "Speculator._reserve",
-        "budget = speculation_budget(self._memory, most, taken) - self.spare_bytes",
-        "budget = speculation_budget(self._memory, most, 0 * taken) - self.spare_bytes",
+        "Speculator._affordable",
+        "speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), taken)",
+        "speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), 0 * taken)",
         (AHEAD,),
     ),
     Mutant(
         "all options of a matrix have to be those that its step ahead assumed",
         "Speculator.verdict",
-        "rules = {segment.layout.parameter: self.part_of(step.rule) for segment, step in active}",
+        "rules = {segment.layout.parameter: pass_ahead(step.rule).rule for segment, step in active}",
         "rules = {segment.layout.parameter: step.rule for segment, step in active}",
         (AHEAD,),
     ),

@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "more spares are planned than are granted",
-        "HomeLayout.spares",
+        "HomeLayout._spares",
         "granted = min(count, max(0, left) // (state + output))",
         "granted = count",
         (PLAN_MEMORY,),
@@ -91,9 +91,9 @@ MUTANTS = [
     ),
     Mutant(
         "matrices and others are each planned all of the memory for spares",
-        "spares_of",
-        "_spares(layout, layout.host, first.num_bytes)",
-        "_spares(layout, layout.host, 0)",
+        "HomeLayout.spares",
+        "taken += num_bytes",
+        "taken = num_bytes",
         (PLAN_MEMORY,),
     ),
     Mutant(
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "every matrix is planned to travel",
         "_batches",
-        "max(over_ranks.stepped_by_rank(index))",
-        "max(over_ranks.stepped_by_rank(index)) - 1",
+        "over_ranks.most_stepped(index)",
+        "over_ranks.most_stepped(index) - 1",
         (PLAN_MATRICES,),
     ),
     Mutant(
@@ -147,23 +147,23 @@ MUTANTS = [
     ),
     Mutant(
         "spares are planned in float32",
-        "HomeLayout.spares",
-        "run.format.buffer_bytes(self.arrays, run.buffer_numel)",
+        "HomeLayout._spares",
+        "self.state_bytes(run)",
         "_FLOAT_BYTES * self.arrays * run.buffer_numel",
         (f"{PLAN_STATES}::test_one_rank",),
     ),
     Mutant(
         "a parameter that is its own master is planned to have another one",
         "HomeLayout.memory",
-        "run.format.buffer_bytes(self.arrays, run.buffer_numel, self.own_master(run))",
-        "run.format.buffer_bytes(self.arrays, run.buffer_numel)",
+        "self.state_bytes(run, self.own_master(run))",
+        "self.state_bytes(run)",
         (f"{PLAN_STATES}::test_one_rank",),
     ),
     Mutant(
         "a planned step only reads the states",
         "HomeLayout.pass_bytes",
-        "return 2 * run.format.buffer_bytes(self.arrays, run.numel)",
-        "return run.format.buffer_bytes(self.arrays, run.numel)",
+        "return 2 * run.format",
+        "return run.format",
         (f"{PLAN_STATES}::test_a_step_moves_the_bytes_of_its_format",),
     ),
     Mutant(

@@ -42,9 +42,9 @@ MUTANTS = [
     ),
     Mutant(
         "what comes first goes to the host",
-        "Backends.add_parameters",
+        "TileStore.add_parameters",
         "if self.on_device is not None:",
-        "if self.on_device is not None:\n    kept, rest = (rest, kept)",
+        "if self.on_device is not None:\n    homes = homes._replace(device=homes.host, host=homes.device)",
         (SPLIT,),
     ),
     Mutant(
@@ -145,13 +145,7 @@ MUTANTS = [
         "if True:",
         (SPECULATION,),
     ),
-    Mutant(
-        "the budget does not bind",
-        "Speculator._reserve",
-        "if budget < 0:\n    break",
-        "",
-        (SPECULATION,),
-    ),
+    Mutant("the budget does not bind", "Speculator._affordable", "if left < 0:\n    break", "", (SPECULATION,)),
     Mutant(
         "a pass is harvested twice",
         "Speculator.harvest",
@@ -217,14 +211,14 @@ MUTANTS = [
     ),
     Mutant(
         "a tile that was stepped ahead is not published",
-        "Backend._take_stepped",
+        "InPlace._take_stepped",
         "self._publish(tile, slot, active, views)",
         "",
         (SPECULATION,),
     ),
     Mutant(
         "a failure after only kept tiles is forgotten",
-        "Backend._take_stepped",
+        "InPlace._take_stepped",
         "stepped.append(tile)",
         "",
         (SPECULATION,),

@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "the master of a parameter that is its own is written with a loaded state",
-        "Backends._write",
+        "TileStore._write",
         "elif not tile.own_master:",
         "elif tile.own_master and self._values_of is not None:\n"
         "    segment.part_of(self._values_of(parameter)).copy_(part)\n"
@@ -39,9 +39,9 @@ MUTANTS = [
     ),
     Mutant(
         "a tile stepped ahead is compared with its new master",
-        "Backend._written",
-        "master, reconcile = (master_of(tile.buffer), self.kernels.reconcile)",
-        "master, reconcile = (master_of(tile.spare), self.kernels.reconcile)",
+        "InPlace._written",
+        "master, reconcile = (master_of(tile.buffer), self._backend.kernels.reconcile)",
+        "master, reconcile = (master_of(tile.spare), self._backend.kernels.reconcile)",
         (UNSEEN_WRITES,),
     ),
     Mutant(

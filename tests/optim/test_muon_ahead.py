@@ -19,7 +19,6 @@ from longshore.errors import BrokenStateError
 from longshore.kernels import HostKernels
 from longshore.optim.rules import muon
 from longshore.tiles import SpeculationRecord
-from longshore.tiles.matrices import MatrixBackend
 
 pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
 
@@ -52,9 +51,7 @@ class Pair:
             for model, share in zip(self.models, (0, memory), strict=True)
         )
         self.steps = itertools.count()
-        matrices = self.ahead._core.store.local.matrices
-        assert matrices is not None
-        self.matrices: MatrixBackend = matrices
+        self.tiles = self.ahead._core.store.local.tiles
 
     def backward(self) -> None:
         step = next(self.steps)
@@ -62,13 +59,13 @@ class Pair:
             backward(model, step)
 
     def step(self, clip: float | None = None) -> SpeculationRecord:
-        """Step both, and return the record of the matrices."""
+        """Step both, and return the record of all tiles: of matrices, and of AdamW's groups."""
         for optimizer in (self.waits, self.ahead):
             if clip is not None:
                 optimizer.clip_grad_norm_(clip)
             optimizer.step()
         self.check()
-        record = self.matrices.speculator.record
+        record = self.ahead.speculation
         assert record is not None
         return record
 
@@ -91,7 +88,7 @@ class Pair:
 def pair() -> Pair:
     """After two windows: the next one is stepped ahead."""
     made = Pair()
-    assert made.train(2).kept == len(made.matrices.tiles) > 5
+    assert made.train(2).kept == len(made.tiles) > 5
     return made
 
 
@@ -103,7 +100,7 @@ def test_parity(transfer: str, dtype: torch.dtype, tile_numel: int) -> None:
     """Of matrices in one tile and in several."""
     pair = Pair(transfer, dtype=dtype, tile_numel=tile_numel)
     records = [pair.train(1, backwards, clip) for backwards in (1, 2) for clip in (None, 1e9, 1e-3, 1e9)]
-    tiles = len(pair.matrices.tiles)
+    tiles = len(pair.tiles)
     assert [record.begun for record in records] == [0, tiles, tiles, tiles, tiles, tiles, tiles, tiles]
     assert [record.kept for record in records] == [0, tiles, 0, tiles, 0, tiles, 0, tiles]
     assert [record.redone for record in records] == [0, 0, tiles, 0, 0, 0, tiles, 0]
@@ -117,7 +114,7 @@ def test_with_part_of_the_memory() -> None:
     most = whole.ahead.host_bytes()["spares"]
     pair = Pair(memory=most // 2)
     record = pair.train(4)
-    assert 0 < record.kept < len(pair.matrices.tiles) and record.waited > 0
+    assert 0 < record.kept < len(pair.tiles) and record.waited > 0
     assert most // 3 < pair.ahead.host_bytes()["spares"] <= most // 2
 
 
@@ -135,7 +132,7 @@ def test_a_schedule_of_learning_rates_keeps_what_was_made(pair: Pair) -> None:
         pair.backward()
         for optimizer in (pair.waits, pair.ahead):
             optimizer.param_groups[0]["lr"] = rate
-        assert pair.step().kept == len(pair.matrices.tiles)
+        assert pair.step().kept == len(pair.tiles)
 
 
 def test_a_momentum_that_changes_is_redone(pair: Pair) -> None:
@@ -143,7 +140,7 @@ def test_a_momentum_that_changes_is_redone(pair: Pair) -> None:
     for optimizer in (pair.waits, pair.ahead):
         optimizer.param_groups[0]["momentum"] = 0.5
     record = pair.step()
-    assert record.redone > 0 and record.redone + record.kept == len(pair.matrices.tiles)
+    assert record.redone > 0 and record.redone + record.kept == len(pair.tiles)
 
 
 @pytest.mark.parametrize("write", ["data", "load", "state"])
@@ -156,7 +153,7 @@ def test_what_is_written_between_backward_and_step_counts(pair: Pair, write: str
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
         else:
             optimizer.state[model.tall.weight]["momentum_buffer"] = torch.full_like(model.tall.weight, 0.5)
-    assert pair.step().begun == len(pair.matrices.tiles)
+    assert pair.step().begun == len(pair.tiles)
     pair.train(2)
 
 
@@ -166,7 +163,7 @@ def test_discarded_windows_leave_every_bit(pair: Pair) -> None:
         for optimizer in (pair.waits, pair.ahead):
             optimizer.zero_grad()
         pair.check()
-    assert pair.train(1).kept == len(pair.matrices.tiles)
+    assert pair.train(1).kept == len(pair.tiles)
 
 
 def test_idle_matrices_keep_everything(pair: Pair) -> None:
@@ -179,13 +176,13 @@ def test_idle_matrices_keep_everything(pair: Pair) -> None:
 
 def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     """Buffers that it has still to read are not written, and steps ahead go on."""
-    reads = [(index, "momentum_buffer") for index in pair.matrices.ranges]
+    reads = [(index, "momentum_buffer") for index in pair.ahead._core.store.local.backend.ranges]
     before = {index: pair.ahead._core.store.local.read_state(index, which) for index, which in reads}
     snapshot = pair.ahead._core.store.local.snapshot(reads, 1 << 30)
     pair.train(2)
     assert all(torch.equal(snapshot.read_range(index, which), before[index]) for index, which in reads)
     snapshot.close()
-    assert pair.train(2).kept == len(pair.matrices.tiles)
+    assert pair.train(2).kept == len(pair.tiles)
 
 
 @pytest.mark.quick(0)

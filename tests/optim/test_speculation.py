@@ -15,7 +15,7 @@ import longshore
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostKernels
 from longshore.tiles import GRADIENT
-from longshore.tiles.speculation import Pass
+from longshore.tiles.speculation import Bet
 
 TILE = 300
 TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
@@ -321,9 +321,9 @@ def test_ctrl_c_while_passes_are_collected(
     pair: Pair, when: str, arrived: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are collected once more, and no spare is given back twice."""
-    whole, interrupts = Pass.end, []
+    whole, interrupts = Bet.end, []
 
-    def interrupted(self: Pass, spares: Any) -> bool:
+    def interrupted(self: Bet, spares: Any) -> bool:
         ended = when == "after" and whole(self, spares)
         if not interrupts:
             interrupts.append(1)
@@ -335,7 +335,7 @@ def test_ctrl_c_while_passes_are_collected(
         pair.backward()
     pool = pair.ahead._core.store.backend.speculator.spares
     with monkeypatch.context() as patched:
-        patched.setattr(Pass, "end", interrupted)
+        patched.setattr(Bet, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair.ahead.step()
     free = [buffer.data_ptr() for buffers in pool._free.values() for buffer in buffers]
@@ -370,7 +370,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(pair.ahead._core.store.backend.accumulators, "trim", fail)
-        patched.setattr("longshore.tiles.backend.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
+        patched.setattr("longshore.tiles.in_place.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
     with pytest.raises(BrokenStateError, match="no more"):
@@ -452,7 +452,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(store.backend.speculator, "pause", holding)
-    monkeypatch.setattr("longshore.tiles.speculation.Pass.run", fail)
+    monkeypatch.setattr("longshore.tiles.speculation.Bet.run", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 

@@ -88,7 +88,10 @@ def test_a_fused_parameter_has_to_be_explained() -> None:
 
 
 def test_other_optimizers_have_no_matrices() -> None:
-    assert divided(SMALL, Job()) is SMALL and not lay_out(SMALL, Job(), PlanChoice(0, "cpu"), 1, True).matrices.runs
+    assert (
+        divided(SMALL, Job()) is SMALL
+        and not lay_out(SMALL, Job(), PlanChoice(0, "cpu"), 1, True).host.only(of_matrices=True).runs
+    )
 
 
 # -- what is counted and estimated --------------------------------------------
@@ -140,13 +143,13 @@ def test_batches_have_every_matrix_once(stage: int) -> None:
     assert [batch.matrices for batch in shared] == [batch.matrices for batch in others.batches if batch.owners]
     assert all(set(batch.owners) <= {0, 1} and batch.part_numel > 0 for batch in shared)
     # What both ranks have a part of travels, unless each has all of it.
-    on_both = set.intersection(*({rank.parameter_of(each.key) for each in rank.owned} for rank in (layout, others)))
+    on_both = set.intersection(*({rank.parameter_of[each.key] for each in rank.owned} for rank in (layout, others)))
     travelling = {matrix.parameter for batch in shared for matrix in batch.matrices}
     assert travelling == (matrices & on_both if stage > 0 else set()) and bool(travelling) == (stage > 0)
     here = [matrix.parameter for batch in layout.batches for matrix in batch.matrices]
     there = [matrix.parameter for batch in others.batches if not batch.owners for matrix in batch.matrices]
     assert sorted(here if stage == 0 else [*here, *there]) == sorted(matrices)
-    numel = sum(each.numel for each in layout.owned if layout.parameter_of(each.key) in matrices)
+    numel = sum(each.numel for each in layout.owned if layout.parameter_of[each.key] in matrices)
     assert sum(batch.numel for batch in layout.batches) == numel
 
 

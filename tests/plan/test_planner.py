@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -266,3 +267,9 @@ def test_a_model_that_cannot_be_streamed_is_not_planned_so() -> None:
 def test_a_parameter_without_a_shape() -> None:
     with pytest.raises(ValueError, match=r"parameter 0\.weight has no shape yet: let the function call the model once"):
         plan_of_module(nn.Sequential(nn.LazyLinear(4)), "lazy")
+
+
+def test_a_plan_can_be_compared_and_pickled() -> None:
+    """Scripts keep plans, and send them to other processes."""
+    found, again = (plan(SMALL, machine(gpus=4), Job()) for _ in range(2))
+    assert found == again and pickle.loads(pickle.dumps(found)) == found

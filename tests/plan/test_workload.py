@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from longshore.layout.divisions import ParameterLayout, Shards
 from longshore.plan.job import Job, PlanChoice, Use
 from longshore.plan.layout import lay_out
 from longshore.plan.reading import plan_of_module
@@ -91,3 +96,28 @@ def test_a_module() -> None:
     assert by_name["layers.0.norm.bias"].use is Use.ELEMENTWISE
     assert (found.units, found.vocabulary, found.hidden_size, found.attention_width) == (2, 50, 8, 16)
     assert found.notes == ("each token uses 0.25 of the experts",)
+
+
+@pytest.mark.parametrize("job", [Job(), Job(optimizer="Muon")], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_other_ranks_are_not_looked_at(stage: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a plan for thousands of ranks takes no longer than one for eight."""
+    looked: list[int] = []
+    for owner in (Shards, ParameterLayout):
+        monkeypatch.setattr(owner, "shard", _counting(owner.shard, looked))
+    counts = []
+    for ranks in (8, 1 << 17):
+        looked.clear()
+        lay_out(llama(8, 64, 96, 160), job, PlanChoice(stage, "cpu"), ranks, staged=True)
+        counts.append(len(looked))
+    few, many = counts
+    # At stage 0 a rank steps the ranges of all shards, up to a number of them.
+    assert few > 0 and many == (0 if stage == 0 else few)
+
+
+def _counting(call: Callable[..., Any], looked: list[int]) -> Callable[..., Any]:
+    def counted(self: Any, *args: Any) -> Any:
+        looked.append(1)
+        return call(self, *args)
+
+    return counted

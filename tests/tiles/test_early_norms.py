@@ -8,7 +8,7 @@ from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout.tiles import Spec
 from longshore.tiles import BackendSettings, TileStore
 from longshore.tiles.early_norms import Due, EarlyNorms
-from longshore.tiles.tile import Tile, TileEvent
+from longshore.tiles.tile import ArrayNames, Tile, TileEvent
 from longshore.transfer import Copy, CopyStreams
 
 HALVED = Scale(0.5)
@@ -25,7 +25,8 @@ class Window:
     """Tiles of which all parameters but the idle one got a gradient in the last window; they get another in this."""
 
     def __init__(self, kernels: HostKernels, idle: int | None = None) -> None:
-        self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles(NUMELS.items(), 40)]
+        layouts, arrays = plan_tiles(NUMELS.items(), 40), ArrayNames(("master",))
+        self.tiles = [Tile(layout, torch.float32, torch.float32, arrays) for layout in layouts]
         self.parts = {
             index: [(tile, tile.segments[index]) for tile in self.tiles if index in tile.segments] for index in NUMELS
         }

@@ -50,110 +50,110 @@ def test_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPa
 
 
 def test_buffers_are_counted_and_come_back() -> None:
-    pool = BufferPool(3)
-    first = pool.take(BufferKind(32))
+    pool = BufferPool()
+    first = pool.take(BufferKind(32, 3))
     assert first.shape == (3, 32) and first.dtype == torch.float32 and first.is_contiguous()
     assert not first.any()
     assert pool.allocated_bytes == 12 * 32
     pool.give_back(first)
-    assert pool.take(BufferKind(16)) is not first
+    assert pool.take(BufferKind(16, 3)) is not first
     assert pool.allocated_bytes == 12 * 48
-    assert pool.take(BufferKind(32)) is first
-    assert pool.take(BufferKind(32)) is not first
+    assert pool.take(BufferKind(32, 3)) is first
+    assert pool.take(BufferKind(32, 3)) is not first
     assert pool.allocated_bytes == 12 * 80
 
 
 def test_a_buffer_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
-    pool = BufferPool(3)
-    pool.give_back(pool.take(BufferKind(32)).fill_(7.0))
-    dirty = pool.take(BufferKind(32))
+    pool = BufferPool()
+    pool.give_back(pool.take(BufferKind(32, 3)).fill_(7.0))
+    dirty = pool.take(BufferKind(32, 3))
     assert bool((dirty == 7).all())
     pool.give_back(dirty)
-    assert not pool.take_zeros(BufferKind(32)).any()
-    assert not pool.take_zeros(BufferKind(32)).any()
+    assert not pool.take_zeros(BufferKind(32, 3)).any()
+    assert not pool.take_zeros(BufferKind(32, 3)).any()
     assert pool.allocated_bytes == 2 * 12 * 32
 
 
-def test_buffers_of_the_old_shape_are_let_go_of() -> None:
-    pool = BufferPool(1)
-    kept, free = pool.take(BufferKind(32)), pool.take(BufferKind(32))
+def test_buffers_of_kinds_that_nobody_asks_for_are_let_go_of() -> None:
+    pool = BufferPool()
+    kept, free = pool.take(BufferKind(32, 1)), pool.take(BufferKind(32, 1))
     pool.give_back(free)
-    pool.set_arrays(2)
+    pool.begin_anew()
     assert pool.allocated_bytes == 4 * 32  # the one in use
-    wide = pool.take_zeros(BufferKind(32))
+    wide = pool.take_zeros(BufferKind(32, 2))
     assert wide.shape == (2, 32) and pool.allocated_bytes == 3 * 4 * 32
     pool.give_back(kept)
     pool.give_back(wide)
     assert pool.allocated_bytes == 2 * 4 * 32
-    assert pool.take(BufferKind(32)) is wide
+    assert pool.take(BufferKind(32, 2)) is wide
 
 
 def test_a_limit_is_for_new_buffers_only() -> None:
-    pool = BufferPool(3)
-    buffer = pool.take_within(BufferKind(32), 12 * 32)
+    pool = BufferPool()
+    buffer = pool.take_within(BufferKind(32, 3), 12 * 32)
     assert buffer is not None
-    assert pool.take_within(BufferKind(32), 12 * 63) is None
+    assert pool.take_within(BufferKind(32, 3), 12 * 63) is None
     pool.give_back(buffer)
-    assert pool.take_within(BufferKind(16), 12 * 47) is None
-    assert pool.take_within(BufferKind(32), 0) is buffer
-    assert pool.take_within(BufferKind(32), 12 * 64) is not None
+    assert pool.take_within(BufferKind(16, 3), 12 * 47) is None
+    assert pool.take_within(BufferKind(32, 3), 0) is buffer
+    assert pool.take_within(BufferKind(32, 3), 12 * 64) is not None
     assert pool.allocated_bytes == 12 * 64
 
 
 def test_what_is_free_can_be_let_go_of() -> None:
-    pool = BufferPool(3)
-    kept, free = pool.take(BufferKind(32)), pool.take(BufferKind(16))
+    pool = BufferPool()
+    kept, free = pool.take(BufferKind(32, 3)), pool.take(BufferKind(16, 3))
     pool.give_back(free)
     pool.clear()
     assert pool.allocated_bytes == 12 * 32
-    assert pool.take(BufferKind(16)) is not free
+    assert pool.take(BufferKind(16, 3)) is not free
     pool.give_back(kept)
-    assert pool.take(BufferKind(32)) is kept
+    assert pool.take(BufferKind(32, 3)) is kept
 
 
 # -- accumulators -------------------------------------------------------------
 
 
 def test_accumulators_are_kept_while_windows_use_them() -> None:
-    pool = BufferPool(1)
+    pool = BufferPool()
     for _ in range(3):
-        accumulator = pool.take(BufferKind(32))
+        accumulator = pool.take(BufferKind(32, 1))
         pool.give_back(accumulator)
         pool.trim()
         assert pool.allocated_bytes == 4 * 32
-        assert pool.take(BufferKind(32)) is accumulator
+        assert pool.take(BufferKind(32, 1)) is accumulator
         pool.give_back(accumulator)
     assert pool.allocated_bytes == 4 * 32
 
 
 def test_trim_frees_what_the_window_did_not_use() -> None:
-    pool = BufferPool(1)
-    accumulators = [pool.take(BufferKind(32)), pool.take(BufferKind(32)), pool.take(BufferKind(48))]
+    pool = BufferPool()
+    accumulators = [pool.take(BufferKind(32, 1)), pool.take(BufferKind(32, 1)), pool.take(BufferKind(48, 1))]
     assert pool.allocated_bytes == 4 * (32 + 32 + 48)
     for accumulator in accumulators:
         pool.give_back(accumulator)
     pool.trim()
-    kept = pool.take(BufferKind(32))
+    kept = pool.take(BufferKind(32, 1))
     pool.give_back(kept)
     pool.trim()
     assert pool.allocated_bytes == 4 * 32
     pool.trim()
     assert pool.allocated_bytes == 0
-    assert pool.take(BufferKind(32)) is not kept
+    assert pool.take(BufferKind(32, 1)) is not kept
 
 
 def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
     """Discarded and begun again within a window: no second one is made."""
-    pool = BufferPool(1)
-    accumulator = pool.take(BufferKind(32))
+    pool = BufferPool()
+    accumulator = pool.take(BufferKind(32, 1))
     pool.give_back(accumulator)
-    assert pool.take(BufferKind(32)) is accumulator
+    assert pool.take(BufferKind(32, 1)) is accumulator
     assert pool.allocated_bytes == 4 * 32
 
 
 def test_what_is_out_during_a_trim_still_counts() -> None:
-    pool = BufferPool(1)
-    accumulator = pool.take(BufferKind(32))
+    pool = BufferPool()
+    accumulator = pool.take(BufferKind(32, 1))
     pool.trim()
     pool.trim()
     assert pool.allocated_bytes == 4 * 32
@@ -166,8 +166,8 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_where_the_kernels_step(device: str) -> None:
     allocate = allocator_on(torch.device(device))
-    buffers, accumulators = BufferPool(3, allocate), BufferPool(1, allocate)
-    buffer, accumulator = buffers.take_zeros(BufferKind(32)), accumulators.take(BufferKind(32))
+    buffers, accumulators = BufferPool(allocate), BufferPool(allocate)
+    buffer, accumulator = buffers.take_zeros(BufferKind(32, 3)), accumulators.take(BufferKind(32, 1))
     assert buffer.device.type == accumulator.device.type == device
     assert buffer.shape == (3, 32) and accumulator.shape == (1, 32)
     assert buffer.dtype == accumulator.dtype == torch.float32

@@ -15,7 +15,7 @@ from longshore.kernels import HostKernels
 from longshore.tiles.memory import BufferPool, PendingReads
 from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator
-from longshore.tiles.tile import Tile
+from longshore.tiles.tile import ArrayNames, Tile
 from longshore.transfer import CopyStreams
 from longshore.transfer.runner import runner_for
 
@@ -27,12 +27,13 @@ class Buffers:
 
     def __init__(self) -> None:
         self.pending_reads = PendingReads()
-        self.pool = BufferPool(2, pending_reads=self.pending_reads)
+        self.pool = BufferPool(pending_reads=self.pending_reads)
         kernels, transfer = HostKernels(threads=1), CopyStreams()
         runner, parts = runner_for(kernels.asynchronous, 1, transfer.begin_job), {}
-        speculator = Speculator(0, BufferPool(2), transfer, kernels, runner, parts.__getitem__)
+        speculator = Speculator(0, BufferPool(), transfer, kernels, runner, parts.__getitem__)
         self.snapshots = Snapshots(self.pool, self.pending_reads, speculator, torch.device("cpu"))
-        self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles([(0, 48), (1, 16)], 32)]
+        layouts, arrays = plan_tiles([(0, 48), (1, 16)], 32), ArrayNames(ARRAYS)
+        self.tiles = [Tile(layout, torch.float32, torch.float32, arrays) for layout in layouts]
         self.parts = {index: [] for index in (0, 1)}
         for place, tile in enumerate(self.tiles):
             tile.have_buffer(self.pool)

@@ -11,10 +11,10 @@ from longshore.errors import BrokenStateError
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles.backend import commit_tile
-from longshore.tiles.memory import BufferKind, BufferPool
-from longshore.tiles.speculation import Pass
-from longshore.tiles.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
+from longshore.tiles.in_place import commit_tile
+from longshore.tiles.memory import BufferPool
+from longshore.tiles.speculation import Bet
+from longshore.tiles.tile import ArrayNames, IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
 from longshore.transfer import Copy
 
 NUMELS = {0: 37, 1: 5, 2: 20}
@@ -39,6 +39,9 @@ class Broken(HostKernels):
         raise RuntimeError("the kernel failed")
 
 
+ARRAYS = ArrayNames(("master", "exp_avg", "exp_avg_sq"))
+
+
 class Late(Copy):
     """A copy that is on its way until somebody waits for it."""
 
@@ -56,8 +59,8 @@ class Late(Copy):
 def make_tile(spares: BufferPool, dtype: torch.dtype = torch.float32) -> Tile:
     """Three parameters of three groups, in mid-training; the buffer comes from the pool."""
     (layout,) = plan_tiles(NUMELS.items(), 1000)
-    tile = Tile(layout, dtype, dtype)
-    tile.buffer = spares.take(BufferKind(layout.buffer_numel))
+    tile = Tile(layout, dtype, dtype, ARRAYS)
+    tile.buffer = spares.take(tile.buffer_kind)
     tile.buffer.copy_(torch.randn(tile.buffer.shape))
     tile.buffer[2].abs_()
     return tile
@@ -111,9 +114,9 @@ def same(left: Mapping[int, tuple[Tensor, ...]], right: Mapping[int, tuple[Tenso
 
 def speculate(
     tile: Tile, spares: BufferPool, kernels: HostKernels, scale: Scale = UNSCALED
-) -> tuple[Pass, list[SegmentStep]]:
+) -> tuple[Bet, list[SegmentStep]]:
     steps = steps_for(tile)
-    speculation = Pass(tile, steps, spares.take(tile.buffer_kind), scale)
+    speculation = Bet(tile, steps, spares.take(tile.buffer_kind), scale)
     speculation.run(kernels)
     return speculation, steps
 
@@ -124,7 +127,7 @@ def speculate(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("active", [(0, 1, 2), (1,), (0, 2)])
 def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels) -> None:
-    tile = make_tile(BufferPool(3), dtype)
+    tile = make_tile(BufferPool(), dtype)
     gradients = gradients_for(*active, dtype=dtype)
     expected = expected_of(tile, gradients, HALVED)
     arrive(tile, gradients)
@@ -137,7 +140,7 @@ def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKern
 
 
 def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
-    tile = make_tile(BufferPool(3), torch.bfloat16)
+    tile = make_tile(BufferPool(), torch.bfloat16)
     gradients = gradients_for(0, 1, 2, dtype=torch.bfloat16)
     expected = expected_of(tile, gradients)
     arrive(tile, gradients)
@@ -148,7 +151,7 @@ def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
 
 
 def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernels) -> None:
-    tile = make_tile(BufferPool(3))
+    tile = make_tile(BufferPool())
     arrive(tile, gradients_for(0))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         commit_tile(tile, steps_for(tile), UNSCALED, Broken(threads=1))
@@ -160,12 +163,12 @@ def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernel
 
 
 def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
-    tile = make_tile(BufferPool(3))
+    tile = make_tile(BufferPool())
     before = state_of(tile)
     with pytest.raises(IllegalTransitionError):
         commit_tile(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        Pass(tile, [], BufferPool(3).take(tile.buffer_kind), UNSCALED)
+        Bet(tile, [], BufferPool().take(tile.buffer_kind), UNSCALED)
     assert same(state_of(tile), before)
 
 
@@ -177,7 +180,7 @@ def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
 def test_kept_is_what_in_place_would_have_given(
     dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels
 ) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile, twin = make_tile(spares, dtype), make_tile(spares, dtype)
     assert tile.buffer is not None and twin.buffer is not None
     twin.buffer.copy_(tile.buffer)
@@ -208,7 +211,7 @@ def test_kept_is_what_in_place_would_have_given(
 
 
 def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     gradients = gradients_for(0, 2)
     expected = expected_of(tile, gradients)
@@ -224,8 +227,8 @@ def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None
 
 def test_buffers_go_round(kernels: HostKernels) -> None:
     """Window after window, a tile and one spare: two buffers, and the bits of stepping in place."""
-    spares = BufferPool(3)
-    tile, twin = make_tile(spares), make_tile(BufferPool(3))
+    spares = BufferPool()
+    tile, twin = make_tile(spares), make_tile(BufferPool())
     assert tile.buffer is not None and twin.buffer is not None
     twin.buffer.copy_(tile.buffer)
     buffer_bytes = spares.allocated_bytes
@@ -248,7 +251,7 @@ def test_buffers_go_round(kernels: HostKernels) -> None:
 
 
 def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     gradients = gradients_for(0, 2)
     expected, before = expected_of(tile, gradients, HALVED), state_of(tile)
@@ -264,7 +267,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
 
 
 def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     before = state_of(tile)
@@ -283,7 +286,7 @@ def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> 
 
 
 def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
     complete(tile, gradients)
@@ -299,15 +302,15 @@ def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels
 
 def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKernels) -> None:
     """The tile was completed and speculated on again before the first pass came home."""
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
     old_steps = steps_for(tile)
-    old = Pass(tile, old_steps, spares.take(tile.buffer_kind), UNSCALED)
+    old = Bet(tile, old_steps, spares.take(tile.buffer_kind), UNSCALED)
     complete(tile, late)
     expected = expected_of(tile, {**early, **late})
-    new = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
+    new = Bet(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     assert new.target is not old.target
     new.run(kernels)
     old.run(kernels)
@@ -321,7 +324,7 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
 
 @pytest.mark.parametrize("again", [False, True], ids=["idle", "begun again"])
 def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     before = state_of(tile)
     complete(tile, gradients_for(0, 1))
@@ -331,7 +334,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     if again:
         # As many arrivals as before, so that only the end of the window tells the versions apart.
         complete(tile, gradients_for(1, 2))
-        Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
+        Bet(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
         assert tile.window == 1 and sum(segment.arrivals for segment in tile.segments.values()) == 2
     assert not speculation.end(spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
@@ -340,7 +343,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
 
 
 def test_an_arrival_after_stepping_drops_the_spare_buffer(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
     speculation, _ = speculate(tile, spares, kernels)
@@ -354,12 +357,12 @@ def test_an_arrival_after_stepping_drops_the_spare_buffer(kernels: HostKernels) 
 
 
 def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
+    speculation = Bet(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     with pytest.raises(RuntimeError, match="the kernel failed"):
         speculation.run(Broken(threads=1))
     if speculation.end(spares):
@@ -374,10 +377,10 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
 
 
 def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
+    speculation = Bet(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     arrive(tile, gradients_for(1))
     if speculation.end(spares):
         tile.redo(spares)
@@ -387,12 +390,12 @@ def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
 
 def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     """The window is discarded, and its gradients freed, while the pass runs."""
-    spares = BufferPool(3)
+    spares = BufferPool()
     tile = make_tile(spares)
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
+    speculation = Bet(tile, steps_for(tile), spares.take(tile.buffer_kind), UNSCALED)
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)

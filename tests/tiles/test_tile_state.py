@@ -7,7 +7,7 @@ import torch
 
 from longshore.errors import BrokenStateError, LongshoreError
 from longshore.layout.tiles import TileLayout
-from longshore.tiles.tile import IllegalTransitionError, Tile, TileEvent, TileState
+from longshore.tiles.tile import ArrayNames, IllegalTransitionError, Tile, TileEvent, TileState
 
 # Written out once more, row by row, and not read from the table that is tested.
 TABLE = """
@@ -52,7 +52,7 @@ ALLOWED = {(state, event): to for state, event, to in (line.split() for line in 
 
 
 def next_state(state: TileState, event: TileEvent) -> TileState:
-    tile = Tile(TileLayout(0, (), 0), torch.float32, torch.float32)
+    tile = Tile(TileLayout(0, (), 0), torch.float32, torch.float32, ArrayNames(("master",)))
     tile.state = state
     try:
         tile.move(event)

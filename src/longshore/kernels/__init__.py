@@ -4,16 +4,20 @@
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable, supported_instruction_sets
 from longshore.kernels.base import (
     ARITHMETIC,
+    MATRIX_MASTER,
+    MATRIX_STATE,
     MOST_STATES,
     SUPPORTED_DTYPES,
     UNSCALED,
     HostRule,
     MatrixRule,
     OneElement,
+    Pass,
     Rule,
     Scale,
     TileSegment,
     TorchRule,
+    pass_ahead,
     total_of_blocks,
 )
 from longshore.kernels.buffers import (
@@ -39,6 +43,8 @@ from longshore.machine import usable_cpus
 
 __all__ = [
     "ARITHMETIC",
+    "MATRIX_MASTER",
+    "MATRIX_STATE",
     "MOST_HOST_THREADS",
     "MOST_STATES",
     "SUPPORTED_DTYPES",
@@ -53,6 +59,7 @@ __all__ = [
     "MatrixRule",
     "OneElement",
     "Outputs",
+    "Pass",
     "Rule",
     "Scale",
     "SegmentTable",
@@ -70,6 +77,7 @@ __all__ = [
     "newton_schulz",
     "newton_schulz_bytes",
     "next_scalars",
+    "pass_ahead",
     "read_state",
     "supported_instruction_sets",
     "take_arrays",

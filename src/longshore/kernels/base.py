@@ -96,6 +96,11 @@ class TorchRule(NamedTuple):
     """States that are one number for the whole parameter, with their values before the step."""
 
 
+MATRIX_STATE, MATRIX_MASTER = slice(-1, None), slice(None, -1)
+"""The arrays of a buffer over which the first pass of a :class:`MatrixRule` goes, and the last; the master may be
+elsewhere."""
+
+
 class MatrixRule(ABC):
     """One step of a rule that treats each matrix as a whole: ``first`` on its elements, then :meth:`transform`, then
     :meth:`last` on its elements. A subclass is a frozen dataclass."""
@@ -130,6 +135,29 @@ class MatrixRule(ABC):
 
 HostRule = Rule | TorchRule | MatrixRule
 """A rule by which a store can step. The kernels have no :class:`MatrixRule`, only its passes."""
+
+
+class Pass(NamedTuple):
+    """One traversal of the elements of tiles by one rule.
+
+    Attributes:
+        arrays: the arrays of float32 buffers that it reads and writes; None: all, of buffers of any format.
+        output_dtype: dtype of its outputs; None: that of the parameters.
+    """
+
+    rule: HostRule
+    arrays: slice | None = None
+    output_dtype: torch.dtype | None = None
+
+
+def pass_ahead(rule: HostRule) -> Pass:
+    """Return the part of a step that may go ahead of the verdict: the passes before any that needs more than one
+    element at a time.
+
+    A transformation ahead would take memory and time of a device that needs both for backward, and would meet other
+    ranks.
+    """
+    return Pass(rule.first, MATRIX_STATE, torch.bfloat16) if isinstance(rule, MatrixRule) else Pass(rule)
 
 
 class TileSegment(NamedTuple):

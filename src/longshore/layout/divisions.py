@@ -45,7 +45,7 @@ class Bucket:
         """Indices of its members."""
         return frozenset(member.parameter for member in self.members)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return sum(member.numel for member in self.members)
 
@@ -144,6 +144,10 @@ class Division(ABC):
     def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
         """Return how many elements of a parameter each rank of the engine steps; ``bucket``: the one that it is in."""
 
+    @abstractmethod
+    def most_stepped(self, parameter: int, bucket: Bucket) -> int:
+        """Return the most elements of a parameter that any rank steps; found without looking at each rank."""
+
     def part(self, parameter: int, values: Tensor) -> Tensor:
         """Return the part of a whole parameter, flat, that this rank shares with those it averages gradients with."""
         return values
@@ -180,16 +184,28 @@ class Shards(Division):
         ranges = () if bucket is None else bucket.ranges
         return [sum(each.numel for each in own if each.parameter == parameter) for own in ranges]
 
+    def most_stepped(self, parameter: int, bucket: Bucket) -> int:
+        begin = 0
+        for member in bucket.members:
+            if member.parameter == parameter:
+                first = min(member.numel, bucket.shard_numel - begin % bucket.shard_numel)
+                return max(first, min(member.numel - first, bucket.shard_numel))
+            begin += member.numel
+        raise KeyError(parameter)
+
 
 class Replicated(Shards):
     """Division of the reduction alone: each rank steps everything, with the same gradients. Stage 0."""
 
     def owned(self, bucket: Bucket) -> Iterator[Range]:
         for rank, ranges in enumerate(bucket.ranges):
-            yield from (each._replace(saves=rank == self.rank) for each in ranges)
+            yield from ranges if rank == self.rank else (each._replace(saves=False) for each in ranges)
 
     def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
-        return [sum(super().stepped_by_rank(parameter, bucket))] * self.ranks
+        return [0 if bucket is None else self.most_stepped(parameter, bucket)] * self.ranks
+
+    def most_stepped(self, parameter: int, bucket: Bucket) -> int:
+        return next(member.numel for member in bucket.members if member.parameter == parameter)
 
 
 class Grid(Division):
@@ -212,9 +228,9 @@ class Grid(Division):
         group_of: Callable[[int], Hashable],
     ) -> None:
         self._grid = grid
-        self._position = grid.positions[rank]
         self._number = rank
-        self.data_ranks = grid.alike(self._position.tp_rank)
+        self._tp_rank = grid.positions[rank].tp_rank
+        self.data_ranks = grid.alike(self._tp_rank)
         """Ranks whose gradients are averaged, by their number in the grid."""
         self._layout_of = layout_of
         self._group_of = group_of
@@ -224,7 +240,7 @@ class Grid(Division):
         return spec.dtype, self._group_of(spec.key)
 
     def _shard_numel(self, members: Sequence[Spec]) -> int:
-        return align(sum(self._layout_of(spec.key).most_numel(self._position.tp_rank) for spec in members))
+        return align(sum(self._layout_of(spec.key).most_numel(self._tp_rank) for spec in members))
 
     def shard(self, bucket: Bucket, rank: int) -> Iterator[Range]:
         number, end = self.data_ranks[rank], 0
@@ -242,8 +258,11 @@ class Grid(Division):
         layout = self._layout_of(parameter)
         return [layout.shard(rank)[1] for rank in range(len(self._grid.positions))]
 
+    def most_stepped(self, parameter: int, bucket: Bucket) -> int:
+        return max(map(self._layout_of(parameter).most_numel, range(self._grid.tp_size)))
+
     def part(self, parameter: int, values: Tensor) -> Tensor:
-        return self._layout_of(parameter).part_of(values, self._position.tp_rank)
+        return self._layout_of(parameter).part_of(values, self._tp_rank)
 
     def held(self, parameter: int, values: Tensor) -> Tensor:
         offset, numel = self._layout_of(parameter).shard(self._number)
@@ -261,7 +280,8 @@ def division_of(
     if stage < 3:
         return Shards(ranks, rank) if stage > 0 else Replicated(ranks, rank)
     grid = RankGrid([[[each] for each in range(ranks)]])
-    return Grid(grid, rank, lambda index: ParameterLayout(shapes[index], None, grid), lambda index: groups[index])
+    layouts = [ParameterLayout(shape, None, grid) for shape in shapes]
+    return Grid(grid, rank, layouts.__getitem__, groups.__getitem__)
 
 
 class GridPosition(NamedTuple):

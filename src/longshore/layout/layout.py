@@ -18,12 +18,12 @@ class Layout:
     Attributes:
         division: how buckets are divided over ranks.
         bucket_numel: maximal number of elements in a bucket.
-        specs: all parameters by their index, in the order in which they were added.
+        specs: all parameters by their index, which is the key of each, in the order in which they were added.
         buckets: in the order of their index.
         checksum: of all that ranks have to have in common.
     """
 
-    division: Division
+    division: Division = field(compare=False)
     bucket_numel: int
     specs: Mapping[int, Spec] = field(default_factory=dict)
     buckets: tuple[Bucket, ...] = ()
@@ -49,17 +49,16 @@ class Layout:
         return {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
 
     @functools.cached_property
-    def _owned(self) -> Mapping[int, list[Range]]:
-        found: dict[int, list[Range]] = {}
-        for bucket in self.buckets:
-            for owned in bucket.owned:
-                found.setdefault(owned.parameter, []).append(owned)
-        return found
-
-    @functools.cached_property
     def ranges(self) -> Mapping[int, Range]:
         """The ranges that this rank steps, by their key."""
         return {owned.key: owned for bucket in self.buckets for owned in bucket.owned}
+
+    @functools.cached_property
+    def _owned(self) -> Mapping[int, list[Range]]:
+        found: dict[int, list[Range]] = {}
+        for owned in self.ranges.values():
+            found.setdefault(owned.parameter, []).append(owned)
+        return found
 
     def owned(self, parameter: int) -> Sequence[Range]:
         """Return the ranges of a parameter that this rank steps: one at most, except at stage 0."""
@@ -68,6 +67,11 @@ class Layout:
     def stepped_by_rank(self, parameter: int) -> list[int]:
         """Return how many elements of a parameter each rank steps."""
         return self.division.stepped_by_rank(parameter, self.bucket_of.get(parameter))
+
+    def most_stepped(self, parameter: int) -> int:
+        """Return the most elements of a parameter that any rank steps."""
+        bucket = self.bucket_of.get(parameter)
+        return 0 if bucket is None else self.division.most_stepped(parameter, bucket)
 
     def owners(self, parameter: int) -> tuple[tuple[int, int], ...]:
         """Return the ranks that step a parameter, each with the number of elements that it steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,15 @@ _FLOAT_BYTES = torch.float32.itemsize
 
 
 class Spares(NamedTuple):
-    """Buffers and outputs into which tiles are stepped ahead: of how many tiles, the last ones, and their bytes."""
+    """Buffers and outputs into which tiles are stepped ahead: the numbers of tiles of matrices and of others, the last
+    ones of each, and all bytes."""
 
-    tiles: int
+    of_matrices: int
+    others: int
     num_bytes: int
+
+
+NO_SPARES = Spares(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class HomeLayout:
     Attributes:
         runs: the tiles, in their order.
         arrays: arrays of each buffer, with the master.
+        matrix_arrays: arrays of each buffer of a matrix.
         gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
         staged: whether gradients are copied here from elsewhere, each tile's into a slot of its own.
         publishes: whether new parameters are copied back.
@@ -40,6 +46,7 @@ class HomeLayout:
 
     runs: tuple[TileRun, ...]
     arrays: int
+    matrix_arrays: int
     gradient_dtype: torch.dtype | None
     staged: bool
     publishes: bool
@@ -49,6 +56,15 @@ class HomeLayout:
     def tiles(self) -> int:
         return sum(run.tiles for run in self.runs)
 
+    def only(self, *, of_matrices: bool) -> HomeLayout:
+        """Return the tiles of matrices, or the others."""
+        return replace(self, runs=tuple(run for run in self.runs if run.of_matrix is of_matrices))
+
+    def state_bytes(self, run: TileRun, own_master: bool = False) -> int:
+        """Return the bytes of one tile's buffer; ``own_master``: without the master."""
+        arrays = self.matrix_arrays if run.of_matrix else self.arrays
+        return run.format.buffer_bytes(arrays, run.buffer_numel, own_master)
+
     def gradient_dtype_of(self, run: TileRun) -> torch.dtype:
         return self.gradient_dtype or run.dtype
 
@@ -57,16 +73,24 @@ class HomeLayout:
 
     def pass_bytes(self, run: TileRun) -> int:
         """Return the bytes of state that a step of one tile reads and writes."""
-        return 2 * run.format.buffer_bytes(self.arrays, run.numel)
+        return 2 * run.format.buffer_bytes(self.matrix_arrays if run.of_matrix else self.arrays, run.numel)
 
-    def spares(self, budget: Callable[[int], int]) -> Spares:
-        """Return the spares for which there is memory; ``budget`` returns the bytes for them, given the bytes of a
-        spare for every tile."""
-        sizes = [
-            (run.tiles, run.format.buffer_bytes(self.arrays, run.buffer_numel), run.bytes_as(run.dtype))
-            for run in self.runs
-        ]
-        left = budget(sum(count * (state + output) for count, state, output in sizes))
+    def spares(self, budget: Callable[[int, int], int]) -> Spares:
+        """Return the spares for which there is memory, of which matrices have the first part.
+
+        ``budget`` returns the bytes for some tiles, given the bytes of a spare for each, and the bytes that others have
+        taken."""
+        tiles: list[int] = []
+        taken = 0
+        for of_matrices in (True, False):
+            found, num_bytes = self.only(of_matrices=of_matrices)._spares(budget, taken)
+            tiles.append(found)
+            taken += num_bytes
+        return Spares(tiles[0], tiles[1], taken)
+
+    def _spares(self, budget: Callable[[int, int], int], taken: int) -> tuple[int, int]:
+        sizes = [(run.tiles, self.state_bytes(run), run.bytes_as(run.dtype)) for run in self.runs]
+        left = budget(sum(count * (state + output) for count, state, output in sizes), taken)
         tiles = total = 0
         for count, state, output in reversed(sizes):
             granted = min(count, max(0, left) // (state + output))
@@ -75,9 +99,9 @@ class HomeLayout:
             left -= granted * (state + output)
             if granted < count:
                 break
-        return Spares(tiles, total)
+        return tiles, total
 
-    def memory(self, arrivals: int, spares: Spares) -> dict[str, int]:
+    def memory(self, arrivals: int, spares: Spares = NO_SPARES) -> dict[str, int]:
         """Return the bytes by kind when they are most, after a window's last backward, as stores count them.
 
         Args:
@@ -88,7 +112,7 @@ class HomeLayout:
         outgoing: list[int] = []
         for run in self.runs:
             gradient_dtype = self.gradient_dtype_of(run)
-            state += run.tiles * run.format.buffer_bytes(self.arrays, run.buffer_numel, self.own_master(run))
+            state += run.tiles * self.state_bytes(run, self.own_master(run))
             if self.staged:
                 slot_bytes = padded_bytes(run.bytes_as(gradient_dtype))
                 gradients += run.tiles * slot_bytes

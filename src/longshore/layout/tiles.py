@@ -174,7 +174,7 @@ class Range(NamedTuple):
     """Elements ``[offset, offset + numel)`` of one parameter, flat, that a rank steps.
 
     Attributes:
-        key: number of the range, equal on every rank, and of no other range.
+        key: number of the range, equal on every rank that has it, and of no other range of its rank.
         shard_offset: where it begins in the rank's shard of the bucket.
         held_offset: where it begins in the part of the parameter that the rank has where parameters compute.
         counts: whether it counts in a sum over the ranks; otherwise another rank has the same range, which counts.
@@ -221,6 +221,8 @@ class TileRun:
     """Segments of the first tile; from tile to tile, their ``parameter_offset`` grows by ``numel``."""
     dtype: torch.dtype
     format: StateFormat
+    of_matrix: bool = False
+    """Whether they are the tiles of a matrix, which shares none with other parameters."""
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -328,7 +330,7 @@ def runs_by_home(specs: Iterable[Spec], ratio: float, tile_numel: int, device_ti
     device = [spec.part(0, numel) for spec, numel in zip(plain, kept, strict=True)]
     host = [spec.part(numel, spec.numel - numel) for spec, numel in zip(plain, kept, strict=True)]
     return Homes(
-        [run for spec in matrices for run in tile_runs([spec], tile_numel)],
+        [replace(run, of_matrix=True) for spec in matrices for run in tile_runs([spec], tile_numel)],
         list(tile_runs(device, device_tile_numel)),
         list(tile_runs(host, tile_numel)),
     )

@@ -389,10 +389,11 @@ class OptimizerCore:
 
     def have_states(self, store: ParameterStore, names: Collection[str]) -> None:
         """Add these state arrays to the store unless it has them."""
-        local = store.local
-        if not all(name in local.arrays or name == self.family.matrix_state for name in names):
-            known = [name for name in self.family.states if name != self.family.matrix_state]
-            local.set_states([name for name in known if name in names or name in local.arrays])
+        local, matrix_state = store.local, self.family.matrix_state
+        if not all(name in local.arrays or name in local.matrix_arrays for name in names):
+            known = [name for name in self.family.states if name != matrix_state]
+            of_matrices = () if matrix_state is None else (matrix_state,)
+            local.set_states([name for name in known if name in names or name in local.arrays], of_matrices)
 
 
 class _OptimizerForecast(Forecast):

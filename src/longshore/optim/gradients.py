@@ -49,9 +49,6 @@ class GradientSource(ABC):
         new = [record for record in records if record.index not in self.store]
         for record in new:
             check_trainable(record.parameter, record.name)
-        for record in new:
-            if record.matrices is not None and record.family.matrix_state is not None:
-                self.store.add_matrices(record.family.matrix_state)
         self.store.add_parameters(record.spec for record in new)
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:

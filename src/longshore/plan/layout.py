@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,10 +36,9 @@ class RankLayout:
     staged: bool  # gradients are copied from a device with its own memory into the host's tiles
     over_ranks: Layout | None  # of the trainable parameters, by their index among these; None on one rank
     owned: tuple[Spec, ...]  # what the rank steps, in the order of its tiles
-    by_range: bool  # whether their keys are those of ranges of ``over_ranks``, or of parameters
-    host: HomeLayout  # tiles of the store on the host, or of the only store
+    parameter_of: Mapping[int, int]  # trainable parameter, by the keys of ``owned``
+    host: HomeLayout  # tiles that are stepped on the host, matrices first, or all
     device: HomeLayout  # tiles whose state stays on the device
-    matrices: HomeLayout  # tiles of matrices, of the store on the host or of the only one
     batches: tuple[MatrixBatch, ...]  # in which matrices are transformed, in order
     numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
 
@@ -47,6 +46,11 @@ class RankLayout:
     def speculation(self) -> int | str:
         """Memory for stepping ahead: nothing is stepped ahead if the optimizer's state is on the device."""
         return self.choice.speculation if self.choice.offload == "cpu" else 0
+
+    @property
+    def main(self) -> HomeLayout:
+        """The tiles on the host or, if all state stays there, on the device."""
+        return self.host if self.choice.offload == "cpu" or not self.staged else self.device
 
     @property
     def publishes(self) -> bool:
@@ -63,10 +67,6 @@ class RankLayout:
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradients that are reduced together, in the order in which backward launches them; none on one rank."""
         return () if self.over_ranks is None else self.over_ranks.buckets
-
-    def parameter_of(self, key: int) -> int:
-        """Return the trainable parameter of which the elements under this key are."""
-        return self.over_ranks.ranges[key].parameter if self.over_ranks is not None and self.by_range else key
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -89,10 +89,11 @@ def lay_out(
     staged = staged and not (choice.streams and ranks == 1)
     specs = _specs_of(model, job)
     over_ranks = _over_ranks(model, job, choice.stage, (ranks, rank), specs) if ranks > 1 else None
-    owned, by_range = specs, False
-    if over_ranks is not None:
-        by_range = choice.stage > 0 or ranks * len(over_ranks.buckets) <= _MOST_RANGES
-        owned = over_ranks.parts() if by_range else over_ranks.in_order_of_tiles()
+    owned, parameter_of = specs, {spec.key: spec.key for spec in specs}
+    if over_ranks is not None and (choice.stage > 0 or ranks * len(over_ranks.buckets) <= _MOST_RANGES):
+        owned, parameter_of = over_ranks.parts(), {key: each.parameter for key, each in over_ranks.ranges.items()}
+    elif over_ranks is not None:
+        owned = over_ranks.in_order_of_tiles()
     moves = staged and choice.offload == "cpu"
     homes = runs_by_home(
         owned,
@@ -102,22 +103,22 @@ def lay_out(
     )
     publishes, speculates = staged and not choice.streams, choice.offload == "cpu" and bool(choice.speculation)
     host = HomeLayout(
-        tuple(homes.host),
+        (*homes.matrices, *homes.host),
         job.state_arrays,
+        MATRIX_ARRAYS,
         None if ranks == 1 else torch.float32,
         staged=moves,
         publishes=publishes,
         own_masters=not (publishes or speculates),
     )
     device = replace(host, runs=tuple(homes.device), staged=False)
-    matrices = replace(host, runs=tuple(homes.matrices), arrays=MATRIX_ARRAYS)
     if staged and choice.offload == "none":
         host, device = replace(host, runs=()), host
     numels = [each.numel for each in model.trainable]
     if over_ranks is not None and choice.stage == 3:
-        numels = [over_ranks.stepped_by_rank(index)[rank] for index in range(len(numels))]
+        numels = [sum(each.numel for each in over_ranks.owned(index)) for index in range(len(numels))]
     return RankLayout(
-        model, job, choice, ranks, rank, staged, over_ranks, tuple(owned), by_range, host, device, matrices,
+        model, job, choice, ranks, rank, staged, over_ranks, tuple(owned), parameter_of, host, device,
         tuple(_batches(model, job, ranks, owned, over_ranks)), tuple(numels),
     )  # fmt: skip
 
@@ -150,5 +151,5 @@ def _batches(
             here[spec.matrix.parameter] = here.get(spec.matrix.parameter, 0) + spec.numel
     largest = {index: matrix.numel for index, matrix in matrices.items()}
     if over_ranks is not None:
-        largest = {index: max(over_ranks.stepped_by_rank(index)) for index in matrices}
+        largest = {index: over_ranks.most_stepped(index) for index in matrices}
     yield from batches_of(matrices, here, largest, ranks)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from longshore.plan.job import Job, PlannedModel, by_unit, parameter_bytes
 from longshore.plan.layout import RankLayout
 from longshore.plan.matrices import staging_bytes, transforming_bytes
-from longshore.seam import DEVICE_SLICE_NUMEL, HomeLayout, Spares, speculation_budget
+from longshore.seam import DEVICE_SLICE_NUMEL, Spares, speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28
 """Maximum bytes of gradients that wait for their copies to the host."""
 _TRANSFORMING = "matrices under way"
-_NO_SPARES = Spares(0, 0)
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,11 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
     parameters = sum(numel * each.dtype.itemsize for numel, each in trainable)
     offloads = choice.offload == "cpu"
     arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
-    of_matrices, of_host = spares_of(layout)
-    matrices = layout.matrices.memory(arrivals, of_matrices)
-    host = layout.host.memory(arrivals, of_host)
-    matrices["staging"] += staging_bytes(layout.batches)
+    host = layout.host.memory(arrivals, spares_of(layout))
     device = {"parameters": parameters, "gradients": 0}
     if layout.staged and (not offloads or choice.ratio != 1.0):
-        _add(device, layout.device.memory(arrivals, _NO_SPARES))
-    _add(device if layout.staged and not offloads else host, matrices)
+        _add(device, layout.device.memory(arrivals))
+    (device if layout.main is layout.device else host)["staging"] += staging_bytes(layout.batches)
     if choice.streams:
         frozen = parameter_bytes([each for each in layout.model.parameters if not each.trainable])
         device = {"parameters": streamed_bytes(layout.model)} if layout.ranks == 1 else {}
@@ -79,17 +75,9 @@ def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
     return [sizes.get(unit, 0) for unit in range(model.units)], rest
 
 
-def spares_of(layout: RankLayout) -> tuple[Spares, Spares]:
-    """Return the spares of matrices and of other tiles. Both share the memory for stepping ahead, and matrices have the
-    first of it."""
-    first = _spares(layout, layout.matrices, 0)
-    return first, _spares(layout, layout.host, first.num_bytes)
-
-
-def _spares(layout: RankLayout, home: HomeLayout, taken: int) -> Spares:
-    if not (memory := layout.speculation):
-        return _NO_SPARES
-    return home.spares(lambda most: speculation_budget(memory, most, taken))
+def spares_of(layout: RankLayout) -> Spares:
+    """Return the spares of the tiles on the host; there are none if the optimizer's state is on the device."""
+    return layout.host.spares(lambda most, taken: speculation_budget(layout.speculation, most, taken))
 
 
 def _estimates(layout: RankLayout) -> dict[str, int]:

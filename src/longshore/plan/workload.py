@@ -113,9 +113,9 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
     """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles, without those
     of matrices."""
     source = _sources(layout, segments)
-    home = layout.host if layout.host.runs else layout.device
+    home = layout.main.only(of_matrices=False)
     total = home.tiles
-    first_ahead = total - spares_of(layout)[1].tiles
+    first_ahead = total - spares_of(layout).others
     most = -(-total // MOST_JOBS)
     jobs: list[TileJob] = []
     tile = room = 0
@@ -135,13 +135,14 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
 def matrix_jobs(layout: RankLayout, segments: Sequence[ModelSegment], first_key: int) -> list[MatrixJob]:
     """Return the batches of matrices as jobs in their order; the keys of their tiles begin at ``first_key``."""
     source = _sources(layout, segments)
-    first_ahead = layout.matrices.tiles - spares_of(layout)[0].tiles
+    home = layout.main.only(of_matrices=True)
+    first_ahead = home.tiles - spares_of(layout).of_matrices
     parts: dict[int, list[TileJob]] = {}
     tile = 0
-    for run in layout.matrices.runs:
+    for run in home.runs:
         (key,) = run.parameters
-        part = _tiles_of(layout.matrices, source, run, run.tiles, tile >= first_ahead)
-        parts.setdefault(layout.parameter_of(key), []).append(part)
+        part = _tiles_of(home, source, run, run.tiles, tile >= first_ahead)
+        parts.setdefault(layout.parameter_of[key], []).append(part)
         tile += run.tiles
     together = max(1, -(-len(layout.batches) // MOST_JOBS))
     jobs: list[MatrixJob] = []
@@ -162,7 +163,7 @@ def _sources(layout: RankLayout, segments: Sequence[ModelSegment]) -> Callable[[
     over_ranks = layout.over_ranks
     if over_ranks is None:
         return segment_of.__getitem__
-    return lambda key: ("bucket", over_ranks.bucket_of[layout.parameter_of(key)].index)
+    return lambda key: ("bucket", over_ranks.bucket_of[layout.parameter_of[key]].index)
 
 
 def _tiles_of(home: HomeLayout, source: Callable[[int], Hashable], run: TileRun, count: int, ahead: bool) -> TileJob:

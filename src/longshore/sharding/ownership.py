@@ -25,7 +25,7 @@ DEVICE_GATHER_NUMEL = 1 << 26
 
 
 class SliceEntry(NamedTuple):
-    """Part of a shard range in a slice: its positions in the slice, in the range and in the parameter."""
+    """Part of a range in a slice: its positions in the slice, in the range and in the parameter."""
 
     owned: Range
     in_slice: slice

@@ -55,7 +55,7 @@ class ShardedStore(ParameterStore):
 
     @property
     def local(self) -> TileStore:
-        """Tiles of the shard ranges that this rank owns, by the index of the range."""
+        """Tiles of the ranges that this rank owns, by their keys."""
         return self._local
 
     @property
@@ -85,9 +85,6 @@ class ShardedStore(ParameterStore):
                     f"states={spec.coding.format.value!r} needs the places of elements in whole parameters, which "
                     "tensor parallelism has divided: train without it, or leave states out"
                 )
-
-    def add_matrices(self, state: str) -> None:
-        self.local.add_matrices(state)  # this rank meets the others for them even if it has no part of any
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.layout.specs
@@ -288,13 +285,12 @@ class ShardedStore(ParameterStore):
     def _exchange_of(self, steps: Mapping[int, ParameterStep]) -> RankExchange | None:
         """Return what brings the matrices of a step together; if this rank's device has no memory for that, no rank
         steps."""
-        layout = self.layout
-        matrices = [
-            Matrix(parameter, matrix.layout, step.rule)
-            for parameter, step in sorted(steps.items())
-            if isinstance(step.rule, MatrixRule) and (matrix := layout.specs[parameter].matrix) is not None
-            if parameter in layout.bucket_of
-        ]
+        matrices: list[Matrix] = []
+        for parameter, step in sorted(steps.items()):
+            if isinstance(step.rule, MatrixRule) and parameter in self.layout.bucket_of:
+                matrix = self.layout.specs[parameter].matrix
+                assert matrix is not None
+                matrices.append(Matrix(parameter, matrix.layout, step.rule))
         if not matrices:
             return None
         exchange = RankExchange(self.ownership, matrices, self.streams, self.local.recorder)

@@ -138,7 +138,7 @@ class Arrivals:
 
     def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
         if tile.accumulator is None:
-            accumulator = self._accumulators.take(BufferKind(tile.layout.buffer_numel))
+            accumulator = self._accumulators.take(BufferKind(tile.layout.buffer_numel, 1))
             assert isinstance(accumulator, Tensor)
             tile.accumulator = accumulator
         addition = _Addition(tile, segment, entry, tile.window)

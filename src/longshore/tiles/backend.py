@@ -7,31 +7,28 @@ tiles and publishes them, several at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.accelerator import Mark
-from longshore.kernels import Buffer, HostKernels, Kernels, Outputs, Scale, copy_elements, master_of
+from longshore.kernels import HostKernels, Kernels, Outputs, Scale
 from longshore.layout.memory import PIPELINE_DEPTH
-from longshore.layout.tiles import padded_bytes
+from longshore.layout.tiles import MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import (
     NO_RECORDER,
-    STEP_IN_PLACE,
-    Move,
     Recorder,
     Recorders,
-    commit_moves,
 )
+from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
 from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots
-from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
-from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
+from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 from longshore.transfer import Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
@@ -58,14 +55,16 @@ class Backend:
 
     Args:
         settings: the settings of this backend.
-        arrays: names of the arrays of a buffer: ``"master"``, then the states of the optimizer's rule.
         pending_reads: the store's buffers that a snapshot has still to read.
+
+    Attributes:
+        elementwise: names of the arrays of parameters whose elements are stepped one by one.
+        of_matrices: names of the arrays of matrices.
+        ranges: matrices, or parts of them, by their key.
     """
 
-    speculates: ClassVar[type[Speculator]] = Speculator
-
-    def __init__(self, settings: BackendSettings, arrays: tuple[str, ...], pending_reads: PendingReads) -> None:
-        streams, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
+    def __init__(self, settings: BackendSettings, pending_reads: PendingReads) -> None:
+        streams, kernels, tile_numel, self.hold_gradients, speculation_memory, detect_writes = settings
         assert not streams.staged or kernels.device.type == "cpu"
         self.streams = streams
         self.kernels = kernels
@@ -73,7 +72,9 @@ class Backend:
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
-        self.arrays = arrays
+        self.elementwise = ArrayNames((MASTER,))
+        self.of_matrices = ArrayNames((MASTER,), of_matrices=True)
+        self.ranges: dict[int, MatrixRange] = {}
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
         """For each parameter, its tiles in this backend, and its segments in them."""
@@ -81,19 +82,22 @@ class Backend:
         self._ring = SlotRing(streams)
         """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
         memory = allocator_on(kernels.device)
-        self.buffers = BufferPool(len(arrays), memory, pending_reads)
+        self.buffers = BufferPool(memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
-        self.accumulators = BufferPool(1, memory)
+        self.accumulators = BufferPool(memory)
         self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), streams.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(streams, kernels, self.accumulators, self.worker)
-        ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
+        ahead = speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
-        spares = BufferPool(len(arrays), memory, pending_reads)
-        self.speculator = self.speculates(ahead, spares, streams, kernels, self.worker, self.parts.__getitem__)
+        spares = BufferPool(memory, pending_reads)
+        self.speculator = Speculator(ahead, spares, streams, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
+        self.exchange = LocalExchange(streams)
+        """Transforms matrices of which this process has all."""
+        self.matrix_memory = MatrixMemory(streams)
 
     def outputs_of(self, dtype: torch.dtype, masters: bool) -> Outputs:
         """Return what a step of parameters of this dtype reads where it writes them; ``masters``: the store can find
@@ -110,9 +114,9 @@ class Backend:
             return
         publishes = self.streams.publishes
         passing = [
-            tile.output_bytes for tile in added if not self._hold_gradients or (publishes and not tile.outputs_fit)
+            tile.output_bytes for tile in added if not self.hold_gradients or (publishes and not tile.outputs_fit)
         ]
-        if self._hold_gradients:
+        if self.hold_gradients:
             sizes = [tile.layout.buffer_numel * tile.gradient_dtype.itemsize for tile in added]
             slots, slot_bytes = cut_slots(self.streams, sizes)
             self._slot_bytes += slot_bytes
@@ -125,19 +129,25 @@ class Backend:
         if passing:
             self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
 
-    def set_states(self, states: Sequence[str]) -> None:
+    def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
         """See :meth:`TileStore.set_states`; no work may be under way."""
-        arrays = (MASTER, *states)
-        if arrays == self.arrays:
+        changed = {
+            arrays: (MASTER, *states)
+            for arrays, states in ((self.elementwise, elementwise), (self.of_matrices, of_matrices))
+            if arrays.names != (MASTER, *states)
+        }
+        if not changed:
             return
-        rows = [arrays.index(name) for name in self.arrays]
-        self.arrays = arrays
         for tile in self.tiles:
             self.speculator.void(tile)
-        self.speculator.set_arrays(len(arrays))
-        self.buffers.set_arrays(len(arrays))
+        self.speculator.begin_anew()
+        self.buffers.begin_anew()
+        rows = {arrays: [names.index(name) for name in arrays.names] for arrays, names in changed.items()}
+        for arrays, names in changed.items():
+            arrays.names = names
         for tile in self.tiles:
-            tile.widen_buffer(rows, self.buffers)
+            if tile.arrays in rows:
+                tile.widen_buffer(rows[tile.arrays], self.buffers)
 
     def remove(self, parameters: Set[int]) -> None:
         """Forget parameters; a tile of which nothing is left gives its memory back."""
@@ -150,7 +160,7 @@ class Backend:
         for tile in gone:
             if tile.buffer is not None:
                 self.buffers.give_back(tile.buffer)
-            if tile.slot is not None and self._hold_gradients:
+            if tile.slot is not None and self.hold_gradients:
                 self._slot_bytes -= padded_bytes(tile.layout.buffer_numel * tile.gradient_dtype.itemsize)
             tile.buffer = tile.slot = None
         self.tiles = [tile for tile in self.tiles if tile not in gone]
@@ -161,6 +171,7 @@ class Backend:
         recorder = Recorders(recorders) if recorders else NO_RECORDER
         self.streams.time_copies(any(each.times_copies for each in recorders))
         self.worker.working = lambda: recorder.working("host")
+        self.exchange.recorder = recorder
         for tile in self.tiles:
             tile.recorder = recorder
         return recorder
@@ -177,7 +188,7 @@ class Backend:
             "state": self.buffers.allocated_bytes,
             "gradients": self._slot_bytes + arrived,
             "spares": self.speculator.spare_bytes,
-            "staging": self._ring.allocated_bytes + self.arrivals.slot_bytes,
+            "staging": self._ring.allocated_bytes + self.arrivals.slot_bytes + self.matrix_memory.num_bytes,
             "accumulators": self.accumulators.allocated_bytes,
         }
 
@@ -224,78 +235,27 @@ class Backend:
 
     # -- the step -------------------------------------------------------------
 
-    def run(self, work: Sequence[tuple[Tile, Active]], scale: Scale, stepped: list[Tile]) -> None:
-        """Step and publish tiles; on return the current stream sees the new parameters.
-
-        Tiles that were stepped ahead come first: their copies to the device run while the others are stepped.
-        Tiles that are COMMITTED, and on their way to the device, are appended to ``stepped``.
-        """
-        if self.snapshots.active:
-            self.snapshots.collect()
-        ready = self.streams.mark()
-        self.streams.begin_publish()
-        remaining = [entry for entry in work if not self._take_stepped(*entry, scale, stepped)]
-        for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
-            tile, active = remaining[place]
-            if move is Move.FINISH:
-                self._finish(tile, active, scale, stepped)
-                continue
-            if self.streams.staged and not self._hold_gradients:
-                tile.slot = self._ring.next()
-            active.sort(key=lambda pair: pair[0].layout.buffer_offset)
-            for segment, step in active:
-                if step.gradient is not None:
-                    assert segment.arrivals == 0  # the worker would still have to add a second one
-                    self.bring(tile, segment, segment.part_of(step.gradient), ready)
-            if tile.parcel is not None:
-                tile.parcel.begin()
-        self.streams.end_publish()
-
-    def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
-        compared = tile.outputs is Outputs.COMPARED and tile.state is TileState.STEPPED
-        written = compared and self._written(tile, active)
-        slot = self.speculator.verdict(tile, active, scale, written)
-        if slot is None:
-            return False
-        self.speculator.keep(tile)
-        stepped.append(tile)  # its buffer is the new one: from here on there is no way back
-        views = [slot.view(tile.dtype, segment.layout) for segment, _ in active]
-        self._publish(tile, slot, active, views)
-        return True
-
-    def _written(self, tile: Tile, active: Active) -> bool:
-        """Return whether somebody wrote a parameter of a tile that was stepped ahead, from its old master."""
-        assert tile.buffer is not None
-        master, reconcile = master_of(tile.buffer), self.kernels.reconcile
-        return any(
-            reconcile(master[segment.layout.in_buffer], segment.part_of(step.target), adopt=False) > 0
-            for segment, step in active
-        )
-
-    def _publish(self, tile: Tile, slot: Slot | None, active: Active, outputs: Sequence[Tensor]) -> None:
-        pairs = zip(active, outputs, strict=True)
-        new = [NewValues(segment, output, segment.part_of(step.target)) for (segment, step), output in pairs]
-        publish(self.streams, tile, slot, new)
-
-    def _finish(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> None:
-        segment_steps = []
-        if self.streams.publishes and not tile.outputs_fit:
-            tile.output_slot = self._ring.next()
-            if tile.output_slot.last_publish is not None:
-                tile.output_slot.last_publish.wait()  # the kernel writes at once, on no stream
-        slot = tile.output_slot or tile.slot
+    def fill(self, tile: Tile, active: Active, ready: Sequence[Mark]) -> None:
+        """Bring the gradients of a tile that are not on their way yet, and are there once ``ready`` is reached."""
+        if self.streams.staged and not self.hold_gradients:
+            tile.slot = self._ring.next()
+        active.sort(key=lambda pair: pair[0].layout.buffer_offset)
         for segment, step in active:
-            staged = None if slot is None else slot.view(tile.dtype, segment.layout)
-            output = self.streams.output_for(segment.part_of(step.target), staged)
-            segment_steps.append(SegmentStep(segment, step.rule, output))
-        if self.snapshots.active:
-            with self.snapshots.buffer_for(tile) as into:
-                commit_tile(tile, segment_steps, scale, self.kernels, into)
-        else:
-            commit_tile(tile, segment_steps, scale, self.kernels)
-        stepped.append(tile)
-        self._publish(tile, slot, active, [step.output for step in segment_steps])
-        tile.output_slot = None
+            if step.gradient is not None:
+                assert segment.arrivals == 0  # the worker would still have to add a second one
+                self.bring(tile, segment, segment.part_of(step.gradient), ready)
+        if tile.parcel is not None:
+            tile.parcel.begin()
+
+    def output_slot(self, tile: Tile, own: bool = True) -> Slot | None:
+        """Return the slot in which a tile's new parameters travel, if they do. ``own``: whether the tile's slot is
+        still its own: where tiles share a few, it is until other tiles are filled."""
+        if not self.streams.publishes or (own and tile.outputs_fit):
+            return tile.slot
+        slot = self._ring.next()
+        if slot.last_publish is not None:
+            slot.last_publish.wait()  # the kernel writes at once, on no stream
+        return slot
 
     def end_step(self, scale: Scale) -> None:
         """End the window that was stepped with ``scale``, also for tiles with gradients that were not stepped."""
@@ -315,36 +275,3 @@ class Backend:
     def close(self) -> None:
         self.worker.close()
         self.streams.close()
-
-
-def commit_tile(
-    tile: Tile,
-    steps: Sequence[SegmentStep],
-    scale: Scale,
-    kernels: Kernels,
-    into: Buffer | None = None,
-) -> None:
-    """Write a tile's new values to its buffer and the outputs (FILLING or READY -> COMMITTED; BROKEN if that fails).
-
-    If ``into`` is given, it becomes the tile's buffer, and the old buffer is only read; else the step is in place.
-    """
-    wait_for_all(step.segment.handle for step in steps if step.segment.handle is not None)
-    rows, rules = step_table(steps, [step.segment.gradient for step in steps])
-    buffer = tile.buffer
-    assert buffer is not None
-    target = buffer if into is None else into
-    tile.move(TileEvent.COMMIT)
-    recorder = tile.recorder
-    begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
-    try:
-        if into is not None:
-            for part in tile.idle_parts(steps):  # elements that are not stepped keep their values
-                copy_elements(into, buffer, part)
-        kernels.step_tile(buffer, target, rows, rules, scale, tile.outputs)
-    except BaseException:
-        tile.move(TileEvent.COMMIT_FAILED)
-        raise
-    finally:
-        recorder.passed(STEP_IN_PLACE, tile.layout.index, buffer, rows, begin_ns)
-    tile.buffer = target
-    tile.move(TileEvent.COMMIT_DONE)

@@ -53,6 +53,28 @@ class Matrix(NamedTuple):
         return whole
 
 
+class MatrixMemory:
+    """Memory for the pieces of the matrices under way, flat bfloat16: of as many batches as are under way at once."""
+
+    def __init__(self, streams: CopyStreams) -> None:
+        self._streams = streams
+        self._batches: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self._batches)
+
+    def reserve(self, numel: int) -> None:
+        """Make sure that there is memory for ``numel`` elements of each batch."""
+        if not self._batches or self._batches[0].numel() < numel:
+            self._batches = []
+            memory = [self._streams.allocate(2 * numel) for _ in range(MATRICES_UNDER_WAY)]
+            self._batches = [each[: 2 * numel].view(torch.bfloat16) for each in memory]
+
+    def of_batch(self, place: int) -> Tensor:
+        return self._batches[place % MATRICES_UNDER_WAY]
+
+
 class MatrixExchange(ABC):
     """Brings the matrices of a commit together, transforms them, and brings the results back."""
 

@@ -81,12 +81,18 @@ class PendingReads:
 
 
 class BufferKind(NamedTuple):
-    """What determines the memory of a tile's buffer."""
+    """The properties that determine the memory of a tile's buffer."""
 
     numel: int
+    arrays: int
+    """Number of arrays, with the master."""
     format: StateFormat = StateFormat.FP32
     own_master: bool = False
     """Whether parameters are their own masters, which the buffer lacks."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.format.buffer_bytes(self.arrays, self.numel, self.own_master)
 
 
 def read_array(buffer: Buffer, arrays: Sequence[str], which: str, elements: slice) -> Tensor:
@@ -107,36 +113,30 @@ def _sort_of(format: StateFormat, arrays: int, numel: int, own_master: bool) -> 
 
 
 class BufferPool:
-    """Pool of buffers by size: ``[buffer_arrays, numel]``, the master and the states of the rule; for parameters that
-    are their own masters, the states alone.
+    """Pool of buffers by kind: ``[arrays, numel]``, the master and the states of the rule; for parameters that are
+    their own masters, the states alone.
 
     A buffer that comes back is handed out again with its contents: the caller writes all elements that it reads, or
     asks for zeros. Accumulators, the float32 sums of tiles with several gradients in a window, have one array.
 
     Args:
-        buffer_arrays: number of arrays in each buffer with a master.
         allocate: makes flat zeros; see :func:`allocator_on`.
         pending_reads: buffers in it are handed out again only after they have been read; None: there are none.
     """
 
     def __init__(
-        self,
-        buffer_arrays: int,
-        allocate: Callable[[int], Tensor] = allocate_zeros,
-        pending_reads: PendingReads | None = None,
+        self, allocate: Callable[[int], Tensor] = allocate_zeros, pending_reads: PendingReads | None = None
     ) -> None:
         self.allocated_bytes = 0
-        self._buffer_arrays = self._least_arrays = buffer_arrays
         self._allocate = allocate
         self._pending_reads = pending_reads
+        self._sorts: set[_Sort] = set()
+        """Sorts of buffers that are still asked for."""
         self._free: dict[_Sort, list[Buffer]] = {}
         self._idle: dict[_Sort, list[Buffer]] = {}
         """Buffers that were free at the last :meth:`trim` and have not been taken since."""
         self.unread: list[Buffer] = []
         """Buffers that came back before a snapshot had read them."""
-
-    def buffer_bytes(self, kind: BufferKind) -> int:
-        return kind.format.buffer_bytes(self._buffer_arrays, kind.numel, kind.own_master)
 
     def take(self, kind: BufferKind) -> Buffer:
         buffer = self.take_within(kind, sys.maxsize)
@@ -151,24 +151,23 @@ class BufferPool:
 
     def take_within(self, kind: BufferKind, most_bytes: int) -> Buffer | None:
         """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
-        arrays = self._buffer_arrays - kind.own_master
-        self._least_arrays = min(self._least_arrays, arrays)
-        sort = _sort_of(kind.format, arrays, kind.numel, kind.own_master)
+        sort = _sort_of(kind.format, kind.arrays - kind.own_master, kind.numel, kind.own_master)
+        self._sorts.add(sort)
         if free := self._idle.get(sort) or self._free.get(sort):
             return free.pop()
-        num_bytes = self.buffer_bytes(kind)
-        if self.allocated_bytes + num_bytes > most_bytes:
+        if self.allocated_bytes + kind.num_bytes > most_bytes:
             return None
-        self.allocated_bytes += num_bytes
-        return new_buffer(kind.format, self._buffer_arrays, kind.numel, kind.own_master, self._allocate)
+        self.allocated_bytes += kind.num_bytes
+        return new_buffer(kind.format, kind.arrays, kind.numel, kind.own_master, self._allocate)
 
     def give_back(self, buffer: Buffer) -> None:
+        own_master = isinstance(buffer, EncodedBuffer) and buffer.own_master
+        arrays, numel = buffer.shape
+        sort = _sort_of(format_of(buffer), arrays, numel, own_master)
         if self._pending_reads is not None and buffer in self._pending_reads:
             self.unread.append(buffer)
-        elif self._least_arrays <= buffer.shape[0] <= self._buffer_arrays:
-            own_master = isinstance(buffer, EncodedBuffer) and buffer.own_master
-            arrays, numel = buffer.shape
-            self._free.setdefault(_sort_of(format_of(buffer), arrays, numel, own_master), []).append(buffer)
+        elif sort in self._sorts:
+            self._free.setdefault(sort, []).append(buffer)
         else:
             self.allocated_bytes -= buffer.nbytes
 
@@ -188,11 +187,10 @@ class BufferPool:
         self.trim()
         self.trim()
 
-    def set_arrays(self, buffer_arrays: int) -> None:
-        """Make buffers with this number of arrays from now on; the old ones are released as they come back."""
-        if buffer_arrays != self._buffer_arrays:
-            self.clear()
-            self._buffer_arrays = self._least_arrays = buffer_arrays
+    def begin_anew(self) -> None:
+        """Release the memory of all free buffers, and of others as they come back, unless their kind is taken again."""
+        self.clear()
+        self._sorts.clear()
 
 
 class Slot:

@@ -38,11 +38,6 @@ class ParameterStore(Protocol):
         ...
 
     @abstractmethod
-    def add_matrices(self, state: str) -> None:
-        """Announce that some of the parameters that are added next are matrices, whose one array beside the master is
-        ``state``."""
-
-    @abstractmethod
     def add_parameters(self, specs: Iterable[Spec]) -> None:
         """Lay out parameters, in forward's order if it is known: gradients come in reverse order."""
 

@@ -37,8 +37,9 @@ class RepeatedCommit:
 
     @staticmethod
     def possible(store: TileStore) -> bool:
-        """Return whether a store steps all its tiles on the host, and copies nothing."""
-        return len(store.backends) == 1 and not store.streams.staged and isinstance(store.kernels, HostKernels)
+        """Return whether a store steps all its tiles on the host, one element at a time, and copies nothing."""
+        alone = len(store.backends) == 1 and not store.backend.ranges
+        return alone and not store.streams.staged and isinstance(store.kernels, HostKernels)
 
     @property
     def undisturbed(self) -> bool:

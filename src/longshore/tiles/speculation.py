@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from longshore.kernels import Buffer, HostRule, Kernels, Scale, copy_elements
+from longshore.kernels import Buffer, HostRule, Kernels, Scale, copy_elements, pass_ahead
+from longshore.layout.tiles import padded_bytes
 from longshore.tiles.bets import Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
@@ -27,8 +26,9 @@ from longshore.transfer import CopyStreams, wait_for_all
 from longshore.transfer.runner import JobRunner
 
 
-class Pass:
-    """Step of one tile into a spare buffer; it owns all that it reads and writes, whatever happens to the window.
+class Bet:
+    """Step of one tile into a spare buffer, or of some arrays of it; it owns all that it reads and writes, whatever
+    happens to the window.
 
     The constructor moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the
     outputs must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
@@ -107,9 +107,8 @@ class Pass:
 
 
 class Speculator:
-    """Stepping ahead for the tiles of one backend, each as soon as it has as many gradients as in its last window.
-
-    A subclass steps ahead a part of the step, over some of the arrays, with outputs of a dtype of its own.
+    """Stepping ahead for the tiles of one backend, each as soon as it has as many gradients as in its last window, by
+    the part of its step that may go ahead (:func:`~longshore.kernels.pass_ahead`).
 
     Args:
         memory: limit of spare buffers, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
@@ -119,16 +118,6 @@ class Speculator:
         runner: the worker that adds later arrivals.
         parts_of: returns a parameter's tiles and segments.
     """
-
-    arrays: ClassVar[slice | None] = None
-    """The arrays of a buffer that are stepped ahead; None: all."""
-    output_dtype: ClassVar[torch.dtype | None] = None
-    """Dtype of the outputs; None: that of the parameters."""
-
-    @staticmethod
-    def part_of(rule: HostRule) -> HostRule:
-        """Return the rule of the part of a step that goes ahead."""
-        return rule
 
     def __init__(
         self,
@@ -141,8 +130,6 @@ class Speculator:
     ) -> None:
         # Fixed.
         self.forecast: Forecast | None = None
-        self.beside: Sequence[Speculator] = ()
-        """Others that share the memory."""
         self._memory = memory
         self._pool = spares
         self.spares = spares if memory else None
@@ -159,7 +146,7 @@ class Speculator:
         self._predictor = Predictor()
         self._paused = False
         self._considered: set[int] = set()
-        self._passes: dict[int, Pass] = {}
+        self._bets: dict[int, Bet] = {}
         self._counts: dict[str, int] = dict.fromkeys(("begun", KEPT, REDONE, DROPPED, "waited"), 0)
         self._last = dict(self._counts)
         self._rules: Mapping[int, HostRule] | None = None
@@ -208,12 +195,13 @@ class Speculator:
             self._counts["waited"] += 1
             return
         slot = free.pop()
-        dtype = self.output_dtype or tile.dtype
+        passes = [pass_ahead(rules[segment.layout.parameter]) for segment in active]
         steps = [
-            SegmentStep(segment, self.part_of(rules[segment.layout.parameter]), slot.view(dtype, segment.layout))
-            for segment in active
+            SegmentStep(segment, each.rule, slot.view(each.output_dtype or tile.dtype, segment.layout))
+            for segment, each in zip(active, passes, strict=True)
         ]
-        bet = self._passes[tile.layout.index] = Pass(tile, steps, buffer, forecast.scale(), slot, self.arrays)
+        arrays = passes[0].arrays  # matrices have tiles of their own
+        bet = self._bets[tile.layout.index] = Bet(tile, steps, buffer, forecast.scale(), slot, arrays)
         self._counts["begun"] += 1
         self._runner.submit(lambda: self._run(bet), 0)
 
@@ -226,7 +214,7 @@ class Speculator:
         finally:
             recorder.span(MEASURE, tile.layout.index, begin_ns)
 
-    def _run(self, bet: Pass) -> None:
+    def _run(self, bet: Bet) -> None:
         """Run a pass, on the worker. A pass that fails here is repeated at the verdict, and raises there."""
         if not bet.current:
             bet.failed = True  # its result is no longer needed
@@ -251,13 +239,13 @@ class Speculator:
     def resume(self) -> None:
         """Run the postponed passes, after :meth:`pause` and :meth:`harvest`, while the verdict is on its way."""
         self._paused = False
-        for bet in [bet for bet in self._passes.values() if bet.put_off]:
+        for bet in [bet for bet in self._bets.values() if bet.put_off]:
             bet.put_off = False
             self._runner.submit(lambda bet=bet: self._run(bet), 0)
 
     def harvest(self) -> None:
         """Collect ended passes, after the worker was drained. Only tiles of postponed passes stay STEPPING."""
-        for bet in self._passes.values():
+        for bet in self._bets.values():
             if not bet.open or (bet.put_off and self._paused):
                 continue
             if not bet.end(self._pool):
@@ -284,11 +272,11 @@ class Speculator:
         self._counts[event] += 1
         tile.recorder.mark(event, tile.layout.index)
 
-    def set_arrays(self, buffer_arrays: int) -> None:
-        """Change the number of arrays of each buffer; no tile may be STEPPING or STEPPED."""
-        # All spares are made anew, including those that passes of this window have taken.
-        self._pool.set_arrays(buffer_arrays)
-        self._passes.clear()
+    def begin_anew(self) -> None:
+        """Drop all spares, because buffers get other arrays; no tile may be STEPPING or STEPPED."""
+        # All are made anew, including those that bets of this window have taken.
+        self._pool.begin_anew()
+        self._bets.clear()
         self._slots.clear()
         self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
 
@@ -300,8 +288,8 @@ class Speculator:
         ``written``: whether somebody wrote its parameters, which a step ahead does not read."""
         if tile.state is not TileState.STEPPED:
             return None
-        bet = self._passes[tile.layout.index]
-        rules = {segment.layout.parameter: self.part_of(step.rule) for segment, step in active}
+        bet = self._bets[tile.layout.index]
+        rules = {segment.layout.parameter: pass_ahead(step.rule).rule for segment, step in active}
         if bet.scale == scale and bet.rules == rules and not (written or bet.spent):
             return bet.slot
         tile.redo(self._pool)
@@ -311,7 +299,7 @@ class Speculator:
     def spend(self, tile: Tile) -> None:
         """Note that the outputs are about to be overwritten. A commit that fails before :meth:`keep`, and is made once
         more, steps the tile again."""
-        self._passes[tile.layout.index].spent = True
+        self._bets[tile.layout.index].spent = True
 
     def keep(self, tile: Tile) -> None:
         """Commit a tile that was stepped ahead: its spare becomes its buffer."""
@@ -322,10 +310,10 @@ class Speculator:
         """End the window, after :meth:`harvest`; ``scale`` is the scale of its step, None if it was discarded."""
         if not self._memory:
             return
-        for bet in self._passes.values():
+        for bet in self._bets.values():
             assert bet.slot is not None
             self._slots[bet.tile.buffer_kind, bet.tile.output_bytes].append(bet.slot)
-        self._passes.clear()
+        self._bets.clear()
         self._considered.clear()
         self._rules = None
         self._norms.end_window(stepped=scale is not None)
@@ -339,29 +327,43 @@ class Speculator:
             self._reserve(with_buffers)
 
     def _reserve(self, tiles: Sequence[Tile]) -> None:
-        """Allocate spares within the budget, first for tiles of the last parameters, which come first in backward."""
+        """Allocate spares within the memory, of which matrices have the first part."""
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
-        most = sum(self._pool.buffer_bytes(tile.buffer_kind) + tile.output_bytes for tile in tiles)
-        taken = sum(other.spare_bytes for other in self.beside)
-        budget = speculation_budget(self._memory, most, taken) - self.spare_bytes
-        wanted = []
-        for tile in reversed(tiles):
-            key = (tile.buffer_kind, tile.output_bytes)
-            if have.get(key, 0) > 0:
-                have[key] -= 1
-                continue
-            budget -= self._pool.buffer_bytes(tile.buffer_kind) + tile.output_bytes
-            if budget < 0:
-                break
-            wanted.append(tile)
+        wanted: list[Tile] = []
+        taken = 0
+        for of_matrices in (True, False):
+            alike = [tile for tile in tiles if tile.arrays.of_matrices is of_matrices]
+            with_spares = self._affordable(alike, taken)
+            taken += sum(tile.buffer_kind.num_bytes + padded_bytes(tile.output_bytes) for tile in with_spares)
+            for tile in with_spares:
+                key = (tile.buffer_kind, tile.output_bytes)
+                have[key] = have.get(key, 0) - 1
+                if have[key] < 0:
+                    wanted.append(tile)
         slots, output_bytes = cut_slots(self._streams, [tile.output_bytes for tile in wanted])
         for tile, slot in zip(wanted, slots, strict=True):
             self._slots.setdefault((tile.buffer_kind, tile.output_bytes), []).append(slot)
-        buffer_bytes = sum(self._pool.buffer_bytes(tile.buffer_kind) for tile in wanted)
+        buffer_bytes = sum(tile.buffer_kind.num_bytes for tile in wanted)
         self._spare_buffer_bytes += buffer_bytes
         self.spare_bytes += buffer_bytes + output_bytes
         # The memory is touched now, and not in backward.
         for buffer in [self._pool.take(tile.buffer_kind).zero_() for tile in wanted]:
             self._pool.give_back(buffer)
         self._spare_count += len(wanted)
+
+    def _affordable(self, tiles: Sequence[Tile], taken: int) -> list[Tile]:
+        """Return the tiles that get a spare, the last ones: their gradients come first in backward. Of the memory,
+        others have ``taken`` some."""
+        left = speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), taken)
+        found = []
+        for tile in reversed(tiles):
+            left -= _spare_bytes(tile)
+            if left < 0:
+                break
+            found.append(tile)
+        return found
+
+
+def _spare_bytes(tile: Tile) -> int:
+    return tile.buffer_kind.num_bytes + tile.output_bytes

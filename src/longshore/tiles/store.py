@@ -10,28 +10,40 @@ import copy
 import math
 import os
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.kernels import Scale, total_of_blocks, zero_elements
-from longshore.layout.tiles import Range
-from longshore.tiles.backend import Active, BackendSettings
-from longshore.tiles.backends import Backends
+from longshore.kernels import Scale, master_of, total_of_blocks, write_state, zero_elements
+from longshore.layout.formats import NEVER_NEGATIVE, Coding
+from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Range, Spec, TileRun, runs_by_home
+from longshore.tiles.backend import Active, Backend, BackendSettings
 from longshore.tiles.bets import SpeculationRecord
-from longshore.tiles.events import DISCARD, NORM, Recorder
+from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
+from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
+from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
-from longshore.tiles.tile import Tile, TileEvent, TileState
+from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 
 
-class TileStore(Backends):
+class TileStore:
     """Tiles of one process, and the backends that keep and step them; a :class:`ParameterStore`.
 
-    Arguments are those of :class:`Backends`.
+    Args:
+        settings: settings of the backend that keeps the state.
+        gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
+        on_device: settings of a backend on the device for the first parameters that are no matrices. Their gradients
+            come last, when little of backward is left to overlap with a copy or a step. One parameter may be divided
+            over both backends.
+        ratio: share of the elements, apart from matrices, whose state is kept by the backend of ``settings``.
+        values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
+            master where it is stepped in place.
     """
 
     def __init__(
@@ -42,7 +54,22 @@ class TileStore(Backends):
         ratio: float = 1.0,
         values_of: Callable[[int], Tensor] | None = None,
     ) -> None:
-        super().__init__(settings, gradient_dtype, on_device, ratio, values_of)
+        # Fixed.
+        self._settings = settings
+        self._gradient_dtype = gradient_dtype
+        self._ratio = ratio
+        self._values_of = values_of
+        self.streams = settings.streams
+        self.kernels = settings.kernels
+        # Grow with parameters.
+        self.tiles: list[Tile] = []
+        self._pending_reads = PendingReads()
+        self.backend = Backend(settings, self._pending_reads)
+        """The backend of all parameters but those that ``on_device`` has."""
+        self.on_device = None if on_device is None else Backend(on_device, self._pending_reads)
+        self.recorder: Recorder = NO_RECORDER
+        """Receives events of the backends of ``settings``; a device profiler shows the kernels of the other one."""
+        self.recorders: tuple[Recorder, ...] = ()
         # Changes when a commit, or the loading of a checkpoint, ends half way.
         self.broken: Breakage | None = None
         self._released = False
@@ -57,19 +84,115 @@ class TileStore(Backends):
         """See :class:`ParameterStore`; a reference kept here would keep all memory until the garbage collector runs."""
         return self
 
-    def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays of parameters that are no matrices, in the order in which the rule reads them; arrays
-        that later calls add are zero."""
-        if (MASTER, *states) == self.arrays:
-            return
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """All backends, in the order in which they step: what takes the device comes before what takes the host."""
+        return (self.backend,) if self.on_device is None else (self.on_device, self.backend)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays of a parameter that is no matrix: ``"master"``, then the states of its rule."""
+        return self.backend.elementwise.names
+
+    @property
+    def matrix_arrays(self) -> tuple[str, ...]:
+        """Names of the arrays of a matrix."""
+        return self.backend.of_matrices.names
+
+    def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
+        """Yield the tiles of a parameter, each with its backend and the parameter's segment."""
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                yield backend, tile, segment
+
+    def _masters(self, parameter: int) -> Iterator[tuple[Backend, Segment, Tensor]]:
+        """Yield the parts of a parameter's master in state buffers, which may not have been made before a step; none if
+        the parameter is its own master."""
+        for backend, tile, segment in self._placed(parameter):
+            buffer = tile.have_buffer(backend.buffers)
+            if not tile.own_master:
+                yield backend, segment, master_of(buffer)[segment.layout.in_buffer]
+
+    def _read(self, parameter: int, which: str) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield the parts of one array of a parameter, float32: in state buffers, or in the parameter that is its own
+        master."""
+        for backend, tile, segment in self._placed(parameter):
+            buffer = tile.have_buffer(backend.buffers)
+            if which != MASTER or not tile.own_master:
+                yield segment, read_array(buffer, tile.arrays.names, which, segment.layout.in_buffer)
+            elif self._values_of is not None:
+                yield segment, segment.part_of(self._values_of(parameter))
+
+    def _write(self, parameter: int, which: str, values: Tensor) -> None:
+        """Write one array of a parameter to state buffers; a parameter that is its own master stays as it is."""
+        for backend, tile, segment in self._placed(parameter):
+            buffer, names = tile.have_buffer(backend.buffers), tile.arrays.names
+            from_last = len(names) - names.index(which)
+            part = segment.part_of(values)
+            if which != MASTER:
+                write_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE, part)
+            elif not tile.own_master:
+                master_of(buffer)[segment.layout.in_buffer].copy_(part)
+
+    def add_parameters(self, specs: Iterable[Spec]) -> None:
+        added = list(specs)
+        for backend in self.backends:
+            backend.parts.update((spec.key, []) for spec in added)
+        device_tile_numel = self.backend.tile_numel if self.on_device is None else self.on_device.tile_numel
+        homes = runs_by_home(added, self._ratio, self.backend.tile_numel, device_tile_numel)
+        codings = {spec.key: spec.coding for spec in added}
+        self.backend.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
+        self._add(self.backend, self.backend.of_matrices, homes.matrices, codings)
+        if self.on_device is not None:
+            self._check_share(homes)
+            self._add(self.on_device, self.on_device.elementwise, homes.device, codings)
+        self._add(self.backend, self.backend.elementwise, homes.host, codings)
+
+    def _check_share(self, homes: Homes) -> None:
+        """Warn if fewer elements stay on the device than a quarter of those that ``ratio`` leaves there."""
+        kept, rest = (sum(run.tiles * run.numel for run in runs) for runs in (homes.device, homes.host))
+        share = kept / (kept + rest) if kept + rest else 1.0
+        if share < (1.0 - self._ratio) / 4:
+            warnings.warn(
+                f"ratio={self._ratio:g} leaves {1.0 - self._ratio:.0%} of the optimizer's state on the device, and "
+                f"{share:.0%} stays there: the first parameters stay, and what is left is too small for a part of the "
+                f"next one ({NORM_BLOCK_NUMEL:,} elements or a multiple). Lower ratio, or use device='none' to keep "
+                "all of it there",
+                stacklevel=2,
+            )
+
+    def _add(
+        self, backend: Backend, arrays: ArrayNames, runs: Iterable[TileRun], codings: Mapping[int, Coding]
+    ) -> None:
+        """Make the tiles of ``runs``."""
+        ours = backend.streams is self.streams
+        first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
+        added: list[Tile] = []
+        for run in runs:
+            outputs = backend.outputs_of(run.dtype, ours and self._values_of is not None)
+            for layout in run.layouts(first + len(added)):
+                added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, arrays, outputs, codings))
+        for tile in added if ours else ():
+            tile.recorder = self.recorder
+        self.tiles += added
+        backend.add(added)
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self.backend.parts
+
+    def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str] = ()) -> None:
+        """Name the state arrays of parameters that are stepped one element at a time, and of matrices, in the order in
+        which their rules read them; arrays that later calls add are zero."""
         self._drain()
         for backend in self.backends:
-            if backend is not self.matrices:
-                backend.set_states(states)
+            backend.set_states(elementwise, of_matrices)
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
-            self._record(tuple(recorders))
+            self.recorders = tuple(recorders)
+            for backend in self.backends:
+                if backend is not self.on_device:
+                    self.recorder = backend.set_recorders(self.recorders)
 
     # -- the accumulation window ----------------------------------------------
 
@@ -99,9 +222,7 @@ class TileStore(Backends):
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of what was stepped ahead in the last window; None if this store never steps ahead."""
-        record = self.backend.speculator.record
-        matrices = None if self.matrices is None else self.matrices.speculator.record
-        return record if record is None or matrices is None else record.and_of(matrices)
+        return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         placed = self._placed(parameter) if parameter in self else ()
@@ -196,8 +317,6 @@ class TileStore(Backends):
         """Step parameters; see :class:`ParameterStore`. ``exchange``: brings together the matrices of which this
         process has a part."""
         self.settle()
-        if self.matrices is not None:
-            self.matrices.exchange = exchange or self.matrices.own_exchange
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
             for _, tile, segment in self._placed(parameter):
@@ -206,7 +325,7 @@ class TileStore(Backends):
         with self.committing(stepped, (parameter for parameter, step in steps.items() if step.gradient is not None)):
             for backend in self.backends:  # a CUDA device steps its tiles while the host steps others
                 active = [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work]
-                backend.run(active, scale, stepped)
+                InPlace(backend, scale, stepped, exchange if backend is self.backend else None).run(active)
             for backend in self.backends:
                 backend.end_step(scale)
             then()
@@ -227,6 +346,23 @@ class TileStore(Backends):
             for parameter in brought:  # no state has changed, and these gradients are still in ``.grad``
                 self.discard(parameter)
             raise
+
+    # -- memory ---------------------------------------------------------------
+
+    def host_bytes(self) -> dict[str, int]:
+        """Return the host bytes by kind, which are counted, not measured."""
+        return self._bytes(on_device=False) or dict.fromkeys(self.backend.state_bytes(), 0)
+
+    def device_bytes(self) -> dict[str, int]:
+        """Return the device bytes by kind, which are counted, not measured; empty if all is on the host."""
+        return self._bytes(on_device=True)
+
+    def _bytes(self, on_device: bool) -> dict[str, int]:
+        counted: Counter[str] = Counter()
+        for backend in self.backends:
+            if (backend is self.on_device or not backend.on_host) == on_device:
+                counted.update(backend.state_bytes())
+        return dict(counted)
 
     # -- optimizer state ------------------------------------------------------
 
@@ -286,7 +422,7 @@ class TileStore(Backends):
             for parameter in {parameter for parameter, _ in reads}
         }
         arrays = {
-            parameter: next((backend.arrays for backend, _, _ in self._placed(parameter)), self.arrays)
+            parameter: next((tile.arrays.names for _, tile, _ in self._placed(parameter)), self.arrays)
             for parameter in buffers
         }
         return StateSnapshot(self._pending_reads, arrays, buffers, reads)
@@ -359,3 +495,11 @@ class TileStore(Backends):
         """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then."""
         self._released = True
         self._forget_tiles()
+
+    def _forget_tiles(self) -> None:
+        """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""
+        former = self.backend
+        self.backend, self.on_device = Backend(self._settings, self._pending_reads), None
+        self.backend.elementwise, self.backend.of_matrices = former.elementwise, former.of_matrices
+        self.backend.parts.update((index, []) for index in former.parts)
+        self.tiles = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from longshore.errors import BrokenStateError, LongshoreError
 from longshore.kernels import Buffer, HostRule, Outputs, TileSegment, take_arrays
 from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
 from longshore.layout.tiles import SegmentLayout, TileLayout
-from longshore.tiles.events import NO_RECORDER, Recorder
+from longshore.tiles.events import NO_RECORDER, STEP_IN_PLACE, Recorder
 from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel
 from longshore.transfer import Copy
@@ -155,6 +156,17 @@ def step_table(
     return rows, [rule for _, rule in rules.values()]
 
 
+class ArrayNames:
+    """Names of the arrays of the buffers of several tiles: the master, then the states of their rule.
+
+    ``of_matrices``: whether each parameter is stepped as matrices, and has tiles of its own.
+    """
+
+    def __init__(self, names: tuple[str, ...], of_matrices: bool = False) -> None:
+        self.names = names
+        self.of_matrices = of_matrices
+
+
 class Tile:
     """Consecutive elements of parameters, the unit that is copied, stepped and published."""
 
@@ -163,6 +175,7 @@ class Tile:
         layout: TileLayout,
         dtype: torch.dtype,
         gradient_dtype: torch.dtype,
+        arrays: ArrayNames,
         outputs: Outputs = Outputs.WRITTEN,
         codings: Mapping[int, Coding] = MappingProxyType({}),
     ) -> None:
@@ -172,6 +185,7 @@ class Tile:
         """Format of the states of all its segments."""
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
+        self.arrays = arrays
         self.outputs = outputs
         """What the memory that a step in place writes new parameters to has before it."""
         self.recorder: Recorder = NO_RECORDER
@@ -185,8 +199,6 @@ class Tile:
         """Whether new parameters can replace their gradients in memory, element by element."""
         self.slot: Slot | None = None
         """Slot for gradients on their way in and, if ``outputs_fit``, for new parameters on their way out."""
-        self.output_slot: Slot | None = None
-        """Slot for new parameters otherwise."""
         # Set when the first gradient arrives.
         self.buffer: Buffer | None = None
         # Change with each window.
@@ -216,7 +228,7 @@ class Tile:
 
     @property
     def buffer_kind(self) -> BufferKind:
-        return BufferKind(self.layout.buffer_numel, self.format, self.own_master)
+        return BufferKind(self.layout.buffer_numel, len(self.arrays.names), self.format, self.own_master)
 
     def move(self, event: TileEvent) -> None:
         """Change to the state that follows ``event``.
@@ -235,6 +247,19 @@ class Tile:
             )
         else:
             raise IllegalTransitionError(f"a tile that is {self.state.name} cannot take {event.name}")
+
+    @contextlib.contextmanager
+    def stepping(self, buffer: Buffer, rows: Sequence[TileSegment]) -> Iterator[None]:
+        """Record a pass in the block, which may write in place: if it fails, a tile that is COMMITTING is BROKEN."""
+        begin_ns = self.recorder.begin(STEP_IN_PLACE, self.layout.index)
+        try:
+            yield
+        except BaseException:
+            if self.state is TileState.COMMITTING:
+                self.move(TileEvent.COMMIT_FAILED)
+            raise
+        finally:
+            self.recorder.passed(STEP_IN_PLACE, self.layout.index, buffer, rows, begin_ns)
 
     def arrived(self, segment: Segment) -> None:
         """Count one more arrival, which invalidates a step ahead, finished or under way."""
