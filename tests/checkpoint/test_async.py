@@ -268,7 +268,7 @@ def test_a_refused_snapshot_holds_nothing(tmp_path: Path) -> None:
     with resume_cases.engine_of(Setting(0, "split")) as engine:
         resume_cases.train(engine, 1)
         store = engine.optimizer._core.store
-        device, host = store.local.backends
+        device, host = store.local.tiers
         key = next(key for key, parts in host.parts.items() if parts and not device.parts[key])
         store.snapshot([(key, "master")], 0).close()
         held = store.snapshot([(key, "master")], 0)

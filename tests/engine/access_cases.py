@@ -165,7 +165,7 @@ def write_while_gradients_travel(stage: int) -> int:
         """The worst moment: passes end after they were voided, and before the buffer is written."""
         void(parameter)
         store.collectives._worker.idle_within(5.0)
-        store.local.backend.worker.drain()
+        store.local.tier.worker.drain()
 
     try:
         for step in range(4):

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "state is written into a buffer that a snapshot reads",
         "TileStore._void",
-        "backend.snapshots.make_writable(tile)",
+        "tier.snapshots.make_writable(tile)",
         "",
         (f"{ASYNC}::test_writes_to_state",),
     ),

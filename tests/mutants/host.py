@@ -142,7 +142,7 @@ MUTANTS = [
         "elif bet.put_off and bet.tile.state is TileState.STEPPED:",
         (SPECULATION,),
     ),
-    # -- backend.py -----------------------------------------------------------
+    # -- tier.py --------------------------------------------------------------
     Mutant(
         "a step in place does not wait for its gradients",
         "commit_tile",
@@ -152,7 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         "a norm does not wait for the gradients that it measures",
-        "Backend.block_sums",
+        "Tier.block_sums",
         "wait_for_all(copies)",
         "",
         (STORE,),
@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "what waits for others is not sent before the norm",
-        "Backend.drain",
+        "Tier.drain",
         "if tile.parcel is not None:\n    tile.parcel.begin()",
         "pass",
         (ARRIVALS,),
@@ -243,7 +243,7 @@ MUTANTS = [
     ),
     Mutant(
         "a copy that cannot start cannot be discarded",
-        "Backend.drain",
+        "Tier.drain",
         "except Exception as error:",
         "except ZeroDivisionError as error:",
         (ARRIVALS,),
@@ -348,21 +348,21 @@ MUTANTS = [
     ),
     Mutant(
         "what arrived and was not stepped outlives the window",
-        "Backend.end_step",
+        "Tier.end_step",
         "self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)",
         "pass",
         (STORE,),
     ),
     Mutant(
         "accumulators that nobody uses are kept",
-        "Backend.end_step",
+        "Tier.end_step",
         "self.accumulators.trim()",
         "",
         (STORE,),
     ),
     Mutant(
         "accumulators are not given back",
-        "Backend.end_window",
+        "Tier.end_window",
         "self.accumulators.give_back(accumulator)",
         "pass",
         (STORE,),
@@ -370,7 +370,7 @@ MUTANTS = [
     Mutant(
         "the step returns before its parameters are published",
         "InPlace.run",
-        "backend.streams.end_publish()",
+        "tier.streams.end_publish()",
         "",
         (STORE,),
     ),
@@ -383,7 +383,7 @@ MUTANTS = [
     ),
     Mutant(
         "an output is written over one that is still on its way",
-        "Backend.output_slot",
+        "Tier.output_slot",
         "slot.last_publish.wait()",
         "pass",
         (STORE,),
@@ -448,8 +448,8 @@ MUTANTS = [
     Mutant(
         "additions of a window that failed go on in the next",
         "TileStore._drain",
-        "for failure in [backend.drain() for backend in self.backends]:",
-        "for failure in () if self._failure else [backend.drain() for backend in self.backends]:",
+        "for failure in [tier.drain() for tier in self.tiers]:",
+        "for failure in () if self._failure else [tier.drain() for tier in self.tiers]:",
         (STORE,),
     ),
     Mutant(
@@ -462,7 +462,7 @@ MUTANTS = [
     Mutant(
         "the segments of a discarded parameter leave their tiles in the window",
         "TileStore.discard",
-        "if tile.forget(segment) == 0:\n    backend.end_window([tile], TileEvent.DISCARD)",
+        "if tile.forget(segment) == 0:\n    tier.end_window([tile], TileEvent.DISCARD)",
         "tile.forget(segment)",
         (STORE,),
     ),
@@ -476,7 +476,7 @@ MUTANTS = [
     Mutant(
         "what a broken commit published overtakes what is loaded next",
         "TileStore.committing",
-        "backend.streams.end_publish()",
+        "tier.streams.end_publish()",
         "pass",
         (STORE,),
     ),
@@ -490,7 +490,7 @@ MUTANTS = [
     Mutant(
         "a discarded window stays in the store",
         "TileStore.discard",
-        "backend.end_window(backend.tiles, TileEvent.DISCARD)",
+        "tier.end_window(tier.tiles, TileEvent.DISCARD)",
         "pass",
         (STORE,),
     ),
@@ -520,8 +520,8 @@ MUTANTS = [
     Mutant(
         "a repeated step goes on with groups that changed",
         "RepeatedStep.describes",
-        "return len(self._store.backend.parts) == self._parts and _ids(groups) == self._ids",
-        "return len(self._store.backend.parts) == self._parts",
+        "return len(self._store.tier.parts) == self._parts and _ids(groups) == self._ids",
+        "return len(self._store.tier.parts) == self._parts",
         (REPEATED,),
     ),
     # -- events.py ------------------------------------------------------------

@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "clipping comes after the momentum",
         "MatrixSteps._first_pass",
-        "self._backend.kernels.step_tile(state, state, [row], [rule], self._scale, Outputs.WRITTEN)",
-        "self._backend.kernels.step_tile(state, state, [row], [rule], UNSCALED, Outputs.WRITTEN)",
+        "self._tier.kernels.step_tile(state, state, [row], [rule], self._scale, Outputs.WRITTEN)",
+        "self._tier.kernels.step_tile(state, state, [row], [rule], UNSCALED, Outputs.WRITTEN)",
         (MUON,),
     ),
     Mutant(
@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "the update of a matrix in several tiles is that of its first one",
         "MatrixSteps._last_passes",
-        "output, gradient = (backend.streams.output_for(target, staged), update[part.in_piece])",
-        "output, gradient = (backend.streams.output_for(target, staged), update[:segment.layout.numel])",
+        "output, gradient = (tier.streams.output_for(target, staged), update[part.in_piece])",
+        "output, gradient = (tier.streams.output_for(target, staged), update[:segment.layout.numel])",
         (MUON,),
     ),
     Mutant(
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "what a transformation has overwritten is transformed once more",
         "MatrixSteps._first_passes",
-        "self._backend.speculator.spend(part.tile)",
+        "self._tier.speculator.spend(part.tile)",
         "pass",
         (AHEAD,),
     ),
@@ -168,20 +168,20 @@ MUTANTS = [
     Mutant(
         "the last pass of a matrix that was stepped ahead is over the former momentum",
         "MatrixSteps._last_passes",
-        "backend.speculator.keep(tile)",
+        "tier.speculator.keep(tile)",
         "tile.move(TileEvent.REDO)\ntile.move(TileEvent.COMMIT)",
         (AHEAD,),
     ),
     Mutant(
         "a matrix is kept after its last pass",
         "MatrixSteps._last_passes",
-        "if part.ahead is not None:\n    backend.speculator.keep(tile)\n"
+        "if part.ahead is not None:\n    tier.speculator.keep(tile)\n"
         "after = float32_arrays(tile.buffer)[MATRIX_MASTER]\nwith tile.stepping(after, rows):\n"
-        "    backend.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)",
+        "    tier.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)",
         "after = float32_arrays(tile.buffer if part.ahead is None else tile.spare)[MATRIX_MASTER]\n"
         "with tile.stepping(after, rows):\n"
-        "    backend.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)\n"
-        "if part.ahead is not None:\n    backend.speculator.keep(tile)",
+        "    tier.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)\n"
+        "if part.ahead is not None:\n    tier.speculator.keep(tile)",
         (AHEAD,),
     ),
     Mutant(

@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     Mutant(
         "the memory of replaced parameters is kept",
-        "Backend.remove",
+        "Tier.remove",
         "self.buffers.give_back(tile.buffer)",
         "pass",
         ("tests/optim/test_laid_out_anew.py",),

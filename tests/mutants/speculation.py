@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "the device's part is stepped where the host's cannot be",
         "TileStore._drain",
-        "for failure in [backend.drain() for backend in self.backends]:",
-        "for failure in [backend.drain() for backend in self.backends[:1]]:",
+        "for failure in [tier.drain() for tier in self.tiers]:",
+        "for failure in [tier.drain() for tier in self.tiers[:1]]:",
         (SPLIT,),
     ),
     Mutant(
@@ -50,15 +50,15 @@ MUTANTS = [
     Mutant(
         "the device's part keeps a discarded window",
         "TileStore.discard",
-        "backend.end_window(backend.tiles, TileEvent.DISCARD)",
-        "if backend is self.backend:\n    backend.end_window(backend.tiles, TileEvent.DISCARD)",
+        "tier.end_window(tier.tiles, TileEvent.DISCARD)",
+        "if tier is self.tier:\n    tier.end_window(tier.tiles, TileEvent.DISCARD)",
         (SPLIT,),
     ),
     Mutant(
         "half a step is forgotten",
         "TileStore.committing",
         "if stepped or any((tile.state in stepping for tile in self.tiles)):",
-        "if any((tile.state in stepping for tile in self.backend.tiles)):",
+        "if any((tile.state in stepping for tile in self.tier.tiles)):",
         (SPLIT,),
     ),
     Mutant(
@@ -155,14 +155,14 @@ MUTANTS = [
     ),
     Mutant(
         "passes are not harvested",
-        "Backend.drain",
+        "Tier.drain",
         "self.speculator.harvest()",
         "",
         (SPECULATION,),
     ),
     Mutant(
         "an arrival leaves the step that it voids",
-        "Backend.bring",
+        "Tier.bring",
         "self.speculator.drop(tile)",
         "",
         (SPECULATION,),
@@ -225,7 +225,7 @@ MUTANTS = [
     ),
     Mutant(
         "tiles that were stepped do not end their window",
-        "Backend.end_step",
+        "Tier.end_step",
         "self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)",
         "pass",
         (SPECULATION,),

@@ -9,14 +9,14 @@ RELEASED = "tests/optim/test_released.py"
 MUTANTS = [
     Mutant(
         "the step does not compare parameters with their masters",
-        "Backend.__init__",
+        "Tier.__init__",
         "self._outputs = Outputs.COMPARED if detect_writes and (not streams.publishes) else Outputs.WRITTEN",
         "self._outputs = Outputs.WRITTEN",
         (UNSEEN_WRITES,),
     ),
     Mutant(
         "a tile that is stepped ahead has its masters in the parameters",
-        "Backend.__init__",
+        "Tier.__init__",
         "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes) and (not ahead)",
         "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes)",
         ("tests/optim/test_own_masters.py",),
@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "a tile stepped ahead is compared with its new master",
         "InPlace._written",
-        "master, reconcile = (master_of(tile.buffer), self._backend.kernels.reconcile)",
-        "master, reconcile = (master_of(tile.spare), self._backend.kernels.reconcile)",
+        "master, reconcile = (master_of(tile.buffer), self._tier.kernels.reconcile)",
+        "master, reconcile = (master_of(tile.spare), self._tier.kernels.reconcile)",
         (UNSEEN_WRITES,),
     ),
     Mutant(

@@ -52,11 +52,11 @@ def step(optimizer: Any, parameter: nn.Parameter) -> None:
 
 def addresses(optimizer: Any) -> list[int]:
     """Where the states, spares, sums and slots are."""
-    backend = optimizer._core.store.local.backend
-    pools = [backend.buffers, backend.accumulators, backend.speculator._pool]
-    buffers = [tile.buffer for tile in backend.tiles]
+    tier = optimizer._core.store.local.tier
+    pools = [tier.buffers, tier.accumulators, tier.speculator._pool]
+    buffers = [tile.buffer for tile in tier.tiles]
     buffers += [each for pool in pools for kept in (pool._free, pool._idle) for some in kept.values() for each in some]
-    slots = [tile.slot._buffer for tile in backend.tiles if tile.slot is not None]
+    slots = [tile.slot._buffer for tile in tier.tiles if tile.slot is not None]
     return sorted(tensor.data_ptr() for tensor in (*map(block_of, buffers), *slots))
 
 

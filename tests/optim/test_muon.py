@@ -224,13 +224,13 @@ def test_host_memory_is_that_of_master_and_momentum() -> None:
     optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=simulated())
     backward(model, 0)
     optimizer.step()
-    backend = optimizer._core.store.local.backend
+    tier = optimizer._core.store.local.tier
     numels = {True: 0, False: 0}
-    for tile in backend.tiles:
+    for tile in tier.tiles:
         numels[tile.arrays.of_matrices] += tile.layout.buffer_numel
     assert optimizer.host_bytes()["state"] == 8 * numels[True] + 12 * numels[False]
     largest = max(each.numel() for each in (model.qkv.weight, model.experts, model.tall.weight))
-    assert optimizer.host_bytes()["staging"] - backend._ring.allocated_bytes == 2 * 2 * largest
+    assert optimizer.host_bytes()["staging"] - tier._ring.allocated_bytes == 2 * 2 * largest
 
 
 @pytest.mark.parametrize("kind", ["in_place", "copied_and_released"])

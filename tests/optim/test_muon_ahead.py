@@ -176,7 +176,7 @@ def test_idle_matrices_keep_everything(pair: Pair) -> None:
 
 def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     """Buffers that it has still to read are not written, and steps ahead go on."""
-    reads = [(index, "momentum_buffer") for index in pair.ahead._core.store.local.backend.ranges]
+    reads = [(index, "momentum_buffer") for index in pair.ahead._core.store.local.tier.ranges]
     before = {index: pair.ahead._core.store.local.read_state(index, which) for index, which in reads}
     snapshot = pair.ahead._core.store.local.snapshot(reads, 1 << 30)
     pair.train(2)

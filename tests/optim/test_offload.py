@@ -15,7 +15,7 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.layout.tiles import Spec
 from longshore.optim import Offload
-from longshore.tiles import MASTER, BackendSettings, TileStore
+from longshore.tiles import MASTER, TierSettings, TileStore
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
@@ -65,7 +65,7 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         models.append(model)
         states.append(optimizer.state_dict()["state"])
         # As many gradients are added on the device as on the host.
-        assert (optimizer._core.store.backend.accumulators.allocated_bytes > 0) is release
+        assert (optimizer._core.store.tier.accumulators.allocated_bytes > 0) is release
         optimizer.close()
     assert same_weights(*models)
     assert torch.equal(norms[0], norms[2]) and torch.equal(norms[1], norms[3]) and norms[0] > 0.3
@@ -119,7 +119,7 @@ def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> 
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = TileStore(BackendSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
+    store = TileStore(TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
     store.add_parameters([Spec(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles

@@ -289,7 +289,7 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead._core.store.backend.speculator.spares
+    pool = pair.ahead._core.store.tier.speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
@@ -333,7 +333,7 @@ def test_ctrl_c_while_passes_are_collected(
     pair.backward()
     for _ in range(arrived):
         pair.backward()
-    pool = pair.ahead._core.store.backend.speculator.spares
+    pool = pair.ahead._core.store.tier.speculator.spares
     with monkeypatch.context() as patched:
         patched.setattr(Bet, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -347,7 +347,7 @@ def test_ctrl_c_while_passes_are_collected(
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_passes_are_collected_once(pair: Pair, after: int) -> None:
     """Gradients are added to after they were looked at, several times: no spare is given back twice, none is lost."""
-    pool = pair.ahead._core.store.backend.speculator.spares
+    pool = pair.ahead._core.store.tier.speculator.spares
     assert pool is not None
     pair.backward()
     for _ in range(after):
@@ -369,7 +369,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pair.ahead._core.store.backend.accumulators, "trim", fail)
+        patched.setattr(pair.ahead._core.store.tier.accumulators, "trim", fail)
         patched.setattr("longshore.tiles.in_place.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
@@ -382,7 +382,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair = Pair()
     pair.train(3, clip=1e9)
     store = pair.ahead._core.store
-    hold, known_squares = store.backend.speculator.pause, store.backend.speculator.known_squares
+    hold, known_squares = store.tier.speculator.pause, store.tier.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
     def holding() -> None:
@@ -402,12 +402,12 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
 
         return call
 
-    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.tier.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     for name in ("step_tile", "block_sums"):
         monkeypatch.setattr(HostKernels, name, told(name))
-    monkeypatch.setattr(store.backend.speculator, "pause", holding)
-    monkeypatch.setattr(store.backend.speculator, "known_squares", known)
+    monkeypatch.setattr(store.tier.speculator, "pause", holding)
+    monkeypatch.setattr(store.tier.speculator, "known_squares", known)
     norm = pair.ahead.grad_norm()
     assert set(done_when_measured) == {"block_sums"}
     assert torch.equal(norm, pair.plain.grad_norm())
@@ -420,14 +420,14 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    speculator = store.backend.speculator
+    speculator = store.tier.speculator
     hold = speculator.pause
 
     def holding() -> None:
         hold()
         gate.set()
 
-    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.tier.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(speculator, "pause", holding)
     monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_paused", False))
@@ -440,7 +440,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    hold = store.backend.speculator.pause
+    hold = store.tier.speculator.pause
 
     def holding() -> None:
         hold()
@@ -449,9 +449,9 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.tier.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(store.backend.speculator, "pause", holding)
+    monkeypatch.setattr(store.tier.speculator, "pause", holding)
     monkeypatch.setattr("longshore.tiles.speculation.Bet.run", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
@@ -492,17 +492,17 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
     store = pair.ahead._core.store
-    (_, _), (second, _) = store.backend.parts[0]
+    (_, _), (second, _) = store.tier.parts[0]
     pair.backward()
     store.settle()
     gate, late = threading.Event(), threading.Event()
-    backend = store.backend
-    queue, sums = backend.arrivals._queue_addition, store.kernels.block_sums
+    tier = store.tier
+    queue, sums = tier.arrivals._queue_addition, store.kernels.block_sums
 
     def slowly(tile: Any, segment: Any, *rest: Any) -> None:
         if tile is second and segment.layout.parameter == 0:
             gate.set()
-            backend.worker.drain()
+            tier.worker.drain()
             late.set()
         queue(tile, segment, *rest)
 
@@ -511,9 +511,9 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("it cannot be measured now")
         return sums(*arguments)
 
-    monkeypatch.setattr(backend.arrivals, "_queue_addition", slowly)
+    monkeypatch.setattr(tier.arrivals, "_queue_addition", slowly)
     monkeypatch.setattr(store.kernels, "block_sums", failing)
-    backend.worker.submit(gate.wait, 0)
+    tier.worker.submit(gate.wait, 0)
     pair.backward()
     store.settle()
     monkeypatch.undo()
@@ -588,7 +588,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead._core.store.backend.speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead._core.store.tier.speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 

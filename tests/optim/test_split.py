@@ -17,7 +17,7 @@ from longshore.errors import BrokenStateError, GradientError
 from longshore.kernels import HostKernels, Kernels
 from longshore.layout.tiles import NORM_BLOCK_NUMEL
 from longshore.optim import Offload
-from longshore.tiles import Backend, TileState, TileStore
+from longshore.tiles import Tier, TileState, TileStore
 from longshore.tiles.in_place import InPlace
 from tests.kernels.device_kernels import ON_CUDA, device_kernels
 
@@ -29,10 +29,10 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
     return Offload(**{"tile_numel": 100, "transfer": transfer, "ratio": ratio, **options})
 
 
-def parts_of(optimizer: Any) -> tuple[Backend, Backend]:
+def parts_of(optimizer: Any) -> tuple[Tier, Tier]:
     """What stays on the device, and what is on the host."""
     assert isinstance(optimizer._core.store, TileStore)
-    device, host = optimizer._core.store.backends
+    device, host = optimizer._core.store.tiers
     return device, host
 
 
@@ -126,7 +126,7 @@ def test_a_parameter_in_both_parts(ratio: float) -> None:
             norm = optimizer.clip_grad_norm_(0.1)
             optimizer.step()
         if settings.ratio < 1.0:
-            parts = [part for backend in parts_of(optimizer) if (part := backend.parts[1])]
+            parts = [part for tier in parts_of(optimizer) if (part := tier.parts[1])]
             assert len(parts) == (2 if ratio < 0.9 else 1)
             assert all(part[0][1].layout.parameter_offset % NORM_BLOCK_NUMEL == 0 for part in parts)
         optimizer.state[model.wide]["exp_avg"] = torch.arange(model.wide.numel(), dtype=torch.float32)
@@ -201,7 +201,7 @@ def test_groups_that_come_later() -> None:
 def pair() -> tuple[Any, nn.Module]:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload(0.2))
-    assert all(backend.tiles for backend in parts_of(optimizer))
+    assert all(tier.tiles for tier in parts_of(optimizer))
     return optimizer, model
 
 
@@ -259,7 +259,7 @@ def test_half_a_step_is_said_until_state_is_loaded(monkeypatch: pytest.MonkeyPat
     run = InPlace.run
 
     def fail(self: InPlace, *args: Any) -> None:
-        if self._backend is host:
+        if self._tier is host:
             raise RuntimeError("the host is gone")
         run(self, *args)
 
@@ -293,7 +293,7 @@ def test_an_interrupt_between_the_two_parts_is_half_a_step(monkeypatch: pytest.M
 
     def interrupted(self: InPlace, *args: Any) -> None:
         run(self, *args)
-        if self._backend is device:
+        if self._tier is device:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -16,7 +16,7 @@ from longshore.kernels import HostKernels
 from longshore.layout import tiles as layout
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import Spec
-from longshore.tiles import BackendSettings, TileStore, parcels
+from longshore.tiles import TierSettings, TileStore, parcels
 from longshore.transfer import Bundle, Copy, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
@@ -286,7 +286,7 @@ def busy_worker() -> Iterator[Callable[[Training], threading.Event]]:
 
     def keep(training: Training) -> threading.Event:
         gates.append(threading.Event())
-        training.store.backend.worker.submit(gates[-1].wait, 0)
+        training.store.tier.worker.submit(gates[-1].wait, 0)
         return gates[-1]
 
     yield keep
@@ -361,7 +361,7 @@ def test_a_later_gradient_that_could_not_land_is_copied_when_its_turn_comes(
     gate.set()
     training.commit(gradients)
     training.check()
-    assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+    assert len(training.store.tier.arrivals._landing) == LANDING_SLOTS
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -372,7 +372,7 @@ def test_slots_fit_tiles_that_come_later(
     """Also while gradients are in the slots of before, and where the size is no multiple of what slots are cut to."""
     training = train(SimulatedTransfer(0, 0.001), numels=(16, numel), dtypes=(BF16,), tile_numel=100)
     training.store.close()
-    settings = BackendSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
+    settings = TierSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
     store = training.store = TileStore(settings)
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([Spec(0, 16, BF16)])
@@ -391,7 +391,7 @@ def test_slots_fit_tiles_that_come_later(
     for _ in range(3):
         training.window({0: 4, 1: 5})
         training.check()
-    assert len(store.backend.arrivals._landing) == LANDING_SLOTS
+    assert len(store.tier.arrivals._landing) == LANDING_SLOTS
 
 
 def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,14 +400,14 @@ def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.Monkey
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name in ((training.transfer, "stage"), (training.store.backend.worker, "submit")):
+    for owner, name in ((training.transfer, "stage"), (training.store.tier.worker, "submit")):
         training.arrive(0, training.gradient(0))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 training.arrive(0, training.gradient(0))
         training.store.discard()
-        assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+        assert len(training.store.tier.arrivals._landing) == LANDING_SLOTS
     training.window({0: 3})
     training.check()
 
@@ -422,6 +422,6 @@ def test_slots_come_back_from_a_window_that_was_discarded(
             training.arrive(0, training.gradient(0))
         gate.set()
         training.store.discard()
-    assert len(training.store.backend.arrivals._landing) == LANDING_SLOTS
+    assert len(training.store.tier.arrivals._landing) == LANDING_SLOTS
     training.window({0: 2})
     training.check()

@@ -22,7 +22,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout.memory import LANDING_SLOTS, PIPELINE_DEPTH
 from longshore.layout.tiles import Spec, align
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
+from longshore.tiles import MASTER, ParameterStep, TierSettings, TileState, TileStore
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
@@ -51,7 +51,7 @@ class Training:
         self.transfer = transfer
         self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = TileStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
+        self.store = TileStore(TierSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = device_type() if isinstance(transfer, DeviceStreams) else "cpu"
@@ -248,7 +248,7 @@ def test_the_first_arrival_copies_and_later_ones_add_in_float32(train, transfer)
     for gradient in (first, second, third):
         training.arrive(0, gradient)
         training.store.settle()
-        sums.append(torch.cat([segment.wait() for _, segment in training.store.backend.parts[0]]))
+        sums.append(torch.cat([segment.wait() for _, segment in training.store.tier.parts[0]]))
     assert sums[0].dtype == BF16 and torch.equal(sums[0], first)
     assert sums[1].dtype == torch.float32 and torch.equal(sums[1], first.float() + second.float())
     assert torch.equal(sums[2], first.float() + second.float() + third.float())
@@ -314,13 +314,13 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     arrivals = all_parameters(training, 3)
     gradients = training.gradients(arrivals)
     failures: list[BaseException] = []
-    take = training.store.backend.accumulators.take
+    take = training.store.tier.accumulators.take
 
     def slowly(kind: Any) -> Any:
         time.sleep(0.005)  # the others find that the tile has none
         return take(kind)
 
-    monkeypatch.setattr(training.store.backend.accumulators, "take", slowly)
+    monkeypatch.setattr(training.store.tier.accumulators, "take", slowly)
 
     def bring(first: int) -> None:
         try:
@@ -426,7 +426,7 @@ def test_discard_reuses_the_accumulators(train) -> None:
         for _ in range(2):
             training.arrive(4, training.gradient(4))
         training.store.discard()
-    tiles = [tile for tile, _ in training.store.backend.parts[4]]
+    tiles = [tile for tile, _ in training.store.tier.parts[4]]
     assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.buffer_numel for tile in tiles)
 
 
@@ -483,7 +483,7 @@ def test_a_failure_before_the_first_tile_was_stepped(
             training.arrive(index, gradient)
     with monkeypatch.context() as patch:
         # Held: the first thing of a commit. Brought: in the second tile, while the first waits its turn.
-        owner, name = (training.transfer, "begin_publish") if hold else (training.store.backend.arrivals, "bring")
+        owner, name = (training.transfer, "begin_publish") if hold else (training.store.tier.arrivals, "bring")
         calls = fail_at(patch, owner, name, 1 if hold else 3, RuntimeError("no such copy"))
         with pytest.raises(RuntimeError, match="no such copy"):
             training.commit(gradients)
@@ -508,9 +508,7 @@ def test_a_failure_in_the_middle_breaks_the_store(
     with monkeypatch.context() as patch:
         # The seventh: in the bookkeeping, when every tile is stepped already.
         owner, name, at = (
-            (training.store.kernels, "step_tile", call)
-            if call < 7
-            else (training.store.backend.accumulators, "trim", 1)
+            (training.store.kernels, "step_tile", call) if call < 7 else (training.store.tier.accumulators, "trim", 1)
         )
         calls = fail_at(patch, owner, name, at, failure())
         with pytest.raises(failure):
@@ -635,7 +633,7 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 
 def test_buffers_come_with_the_first_values() -> None:
-    store = TileStore(BackendSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
+    store = TileStore(TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([Spec(0, 16, BF16), Spec(1, 16, BF16)])
     assert store.host_bytes()["state"] == 0
@@ -679,7 +677,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["staging"] == 2 * 64
     training.window({0: 1, 1: 1})
-    old_block = weakref.ref(store.backend._ring.next()._buffer)
+    old_block = weakref.ref(store.tier._ring.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
     assert store.host_bytes()["staging"] == 3 * 4 * align(100)
     gc.collect()

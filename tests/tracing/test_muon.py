@@ -35,13 +35,13 @@ def test_each_matrix_once_a_step() -> None:
     with longshore.trace(optimizers[0]) as trace:
         train(range(2, 5))
     assert same_weights(traced, plain)
-    backend = optimizers[0]._core.store.local.backend
+    tier = optimizers[0]._core.store.local.tier
     transforms = [event for event in trace.events if event.name == TRANSFORM]
-    assert len(transforms) == 3 * len(backend.ranges)
+    assert len(transforms) == 3 * len(tier.ranges)
     assert {event.track for event in transforms} == {"MainThread"}
     for name in (STEP_AHEAD, STEP_IN_PLACE):  # the passes before and after
         passes = [event.tile for event in trace.events if event.name == name]
-        assert all(passes.count(tile.layout.index) == 3 for tile in backend.tiles if tile.arrays.of_matrices)
+        assert all(passes.count(tile.layout.index) == 3 for tile in tier.tiles if tile.arrays.of_matrices)
     seconds = sum(event.end_ns - event.begin_ns for event in transforms) / 1e9
     summary = trace.summary()
     assert summary.transform_s == pytest.approx(seconds / 3)

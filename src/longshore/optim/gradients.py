@@ -77,9 +77,9 @@ class GradientSource(ABC):
             self.produced.pop(record.index, None)
         local = self.store.local
         local.settle()
-        for backend in local.backends:
-            backend.remove({record.index for record in records})
-        local.tiles = [tile for backend in local.backends for tile in backend.tiles]
+        for tier in local.tiers:
+            tier.remove({record.index for record in records})
+        local.tiles = [tile for tier in local.tiers for tile in tier.tiles]
 
     def look_again(self) -> None:
         """Add parameters that were frozen, or not gathered, until now."""

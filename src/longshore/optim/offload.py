@@ -17,7 +17,7 @@ from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat, is_see
 from longshore.layout.tiles import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
-from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
+from longshore.tiles import ParameterStore, SpeculationMemory, TierSettings, TileStore
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for
 
 
@@ -238,14 +238,12 @@ class Offload(StoreFactory):
         on_device = None
         if self.ratio != 1.0 and self.streams_to(device).staged:
             rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
-            on_device = rest._backend(device, hold_gradients)
+            on_device = rest._tier(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
         found = values_of or (lambda index: flat(held_part(parameters[index])))
-        return TileStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio, found)
+        return TileStore(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, found)
 
-    def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
+    def _tier(self, device: torch.device, hold_gradients: bool) -> TierSettings:
         streams, kernels = self.streams_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(streams.staged, kernels.threads)
-        return BackendSettings(
-            streams, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
-        )
+        return TierSettings(streams, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes)

@@ -62,7 +62,7 @@ class RepeatedStep:
         self._family = family
         self._store = store
         self._ids = _ids(groups)
-        self._parts = len(store.backend.parts)
+        self._parts = len(store.tier.parts)
         # A parameter that was frozen until now has no tiles: no gradient of it is of type None.
         self._groups = [
             [(each, each.parameter, each.dtype, each.shape, Tensor if each.index in store else None) for each in group]
@@ -72,7 +72,7 @@ class RepeatedStep:
 
     def describes(self, groups: Groups) -> bool:
         """Return whether the groups have the parameters that they had, and no frozen one was stepped since."""
-        return len(self._store.backend.parts) == self._parts and _ids(groups) == self._ids
+        return len(self._store.tier.parts) == self._parts and _ids(groups) == self._ids
 
     def step(self, groups: Groups, scale: Callable[[], Scale]) -> list[ParameterRecord] | None:
         """Step the parameters that have a gradient, and return their records; None: the regular step has to."""

@@ -1,6 +1,5 @@
-"""Tiles and their state machine, the backends that keep and step them, and the store of one process."""
+"""Tiles and their state machine, the tiers in which they rest, and the store of one process."""
 
-from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.bets import SpeculationMemory, SpeculationRecord, memory_for_speculation
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
@@ -9,6 +8,7 @@ from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
+from longshore.tiles.tier import Tier, TierSettings
 from longshore.tiles.tile import TileState
 
 __all__ = [
@@ -16,8 +16,6 @@ __all__ = [
     "MASTER",
     "MATRICES_UNDER_WAY",
     "NO_RECORDER",
-    "Backend",
-    "BackendSettings",
     "Breakage",
     "Forecast",
     "LocalExchange",
@@ -31,6 +29,8 @@ __all__ = [
     "SpeculationMemory",
     "SpeculationRecord",
     "StateSnapshot",
+    "Tier",
+    "TierSettings",
     "TileState",
     "TileStore",
     "annotating",

@@ -1,4 +1,4 @@
-"""Arrivals: gradients of a window on their way into one backend's memory, and the sums of several of one parameter."""
+"""Arrivals: gradients of a window on their way into one tier's memory, and the sums of several of one parameter."""
 
 from __future__ import annotations
 

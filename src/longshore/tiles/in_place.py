@@ -1,4 +1,4 @@
-"""Steps of the tiles of one backend by its own kernels, where they rest: several are under way at a time."""
+"""Steps of the tiles of one tier by its own kernels, where they rest: several are under way at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from longshore.kernels import Buffer, Kernels, Outputs, Scale, copy_elements, master_of
 from longshore.layout.memory import PIPELINE_DEPTH
-from longshore.tiles.backend import Active, Backend
 from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrices import MatrixSteps
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import Slot
 from longshore.tiles.publishing import NewValues, publish
+from longshore.tiles.tier import Active, Tier
 from longshore.tiles.tile import SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import wait_for_all
 
 
 class InPlace:
-    """The steps of one commit on one backend.
+    """The steps of one commit on one tier.
 
     Args:
         scale: of the gradients.
@@ -27,10 +27,8 @@ class InPlace:
         exchange: brings together the matrices of which several ranks have a part; None: this rank has all of each.
     """
 
-    def __init__(
-        self, backend: Backend, scale: Scale, stepped: list[Tile], exchange: MatrixExchange | None = None
-    ) -> None:
-        self._backend = backend
+    def __init__(self, tier: Tier, scale: Scale, stepped: list[Tile], exchange: MatrixExchange | None = None) -> None:
+        self._tier = tier
         self._scale = scale
         self._stepped = stepped
         self._exchange = exchange
@@ -41,31 +39,31 @@ class InPlace:
         Matrices come first, as they are transformed where parameters compute, and then tiles that were stepped ahead:
         their copies to the device run while the others are stepped.
         """
-        backend = self._backend
-        if backend.snapshots.active:
-            backend.snapshots.collect()
-        ready = backend.streams.mark()
-        backend.streams.begin_publish()
+        tier = self._tier
+        if tier.snapshots.active:
+            tier.snapshots.collect()
+        ready = tier.streams.mark()
+        tier.streams.begin_publish()
         matrices = [entry for entry in work if entry[0].arrays.of_matrices]
         if matrices or self._exchange is not None:
-            exchange = self._exchange or backend.exchange
-            MatrixSteps(backend, exchange, self._scale, self._stepped, ready).run(matrices)
+            exchange = self._exchange or tier.exchange
+            MatrixSteps(tier, exchange, self._scale, self._stepped, ready).run(matrices)
         others = work if not matrices else [entry for entry in work if not entry[0].arrays.of_matrices]
         remaining = [entry for entry in others if not self._take_stepped(*entry)]
         for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
             if move is Move.FILL:
-                backend.fill(*remaining[place], ready)
+                tier.fill(*remaining[place], ready)
             else:
                 self._finish(*remaining[place])
-        backend.streams.end_publish()
+        tier.streams.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active) -> bool:
         compared = tile.outputs is Outputs.COMPARED and tile.state is TileState.STEPPED
         written = compared and self._written(tile, active)
-        slot = self._backend.speculator.verdict(tile, active, self._scale, written)
+        slot = self._tier.speculator.verdict(tile, active, self._scale, written)
         if slot is None:
             return False
-        self._backend.speculator.keep(tile)
+        self._tier.speculator.keep(tile)
         self._stepped.append(tile)  # its buffer is the new one: from here on there is no way back
         views = [slot.view(tile.dtype, segment.layout) for segment, _ in active]
         self._publish(tile, slot, active, views)
@@ -74,7 +72,7 @@ class InPlace:
     def _written(self, tile: Tile, active: Active) -> bool:
         """Return whether somebody wrote a parameter of a tile that was stepped ahead, from its old master."""
         assert tile.buffer is not None
-        master, reconcile = master_of(tile.buffer), self._backend.kernels.reconcile
+        master, reconcile = master_of(tile.buffer), self._tier.kernels.reconcile
         return any(
             reconcile(master[segment.layout.in_buffer], segment.part_of(step.target), adopt=False) > 0
             for segment, step in active
@@ -83,20 +81,20 @@ class InPlace:
     def _publish(self, tile: Tile, slot: Slot | None, active: Active, outputs: Sequence[Tensor]) -> None:
         pairs = zip(active, outputs, strict=True)
         new = [NewValues(segment, output, segment.part_of(step.target)) for (segment, step), output in pairs]
-        publish(self._backend.streams, tile, slot, new)
+        publish(self._tier.streams, tile, slot, new)
 
     def _finish(self, tile: Tile, active: Active) -> None:
         segment_steps = []
-        slot = self._backend.output_slot(tile)
+        slot = self._tier.output_slot(tile)
         for segment, step in active:
             staged = None if slot is None else slot.view(tile.dtype, segment.layout)
-            output = self._backend.streams.output_for(segment.part_of(step.target), staged)
+            output = self._tier.streams.output_for(segment.part_of(step.target), staged)
             segment_steps.append(SegmentStep(segment, step.rule, output))
-        if self._backend.snapshots.active:
-            with self._backend.snapshots.buffer_for(tile) as into:
-                commit_tile(tile, segment_steps, self._scale, self._backend.kernels, into)
+        if self._tier.snapshots.active:
+            with self._tier.snapshots.buffer_for(tile) as into:
+                commit_tile(tile, segment_steps, self._scale, self._tier.kernels, into)
         else:
-            commit_tile(tile, segment_steps, self._scale, self._backend.kernels)
+            commit_tile(tile, segment_steps, self._scale, self._tier.kernels)
         self._stepped.append(tile)
         self._publish(tile, slot, active, [step.output for step in segment_steps])
 

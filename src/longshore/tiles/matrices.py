@@ -27,11 +27,11 @@ from longshore.kernels import (
     float32_arrays,
 )
 from longshore.layout.memory import PIPELINE_DEPTH
-from longshore.tiles.backend import Active, Backend
 from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, Matrix, MatrixExchange
 from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.steps import ParameterStep
+from longshore.tiles.tier import Active, Tier
 from longshore.tiles.tile import Segment, Tile, TileEvent
 from longshore.transfer import wait_for_all
 
@@ -68,16 +68,16 @@ class MatrixSteps:
     """The steps of the matrices of one commit.
 
     Args:
-        backend: keeps the tiles.
+        tier: keeps the tiles.
         exchange: brings whole matrices together, and transforms them.
         stepped: tiles that are COMMITTED are appended.
         ready: when gradients that the commit has are there.
     """
 
     def __init__(
-        self, backend: Backend, exchange: MatrixExchange, scale: Scale, stepped: list[Tile], ready: Sequence[Mark]
+        self, tier: Tier, exchange: MatrixExchange, scale: Scale, stepped: list[Tile], ready: Sequence[Mark]
     ) -> None:
-        self._backend = backend
+        self._tier = tier
         self._exchange = exchange
         self._scale = scale
         self._stepped = stepped
@@ -88,7 +88,7 @@ class MatrixSteps:
         found = self._by_matrix(work)
         batches = self._exchange.batches({parameter: each.matrix for parameter, each in found.items()})
         here = [[found[each.parameter] for each in batch if each.parameter in found] for batch in batches]
-        memory = self._backend.matrix_memory
+        memory = self._tier.matrix_memory
         memory.reserve(max((sum(each.numel for each in works) for works in here), default=0))
         self._exchange.reserve(batches)
         under_way: dict[int, Any] = {}
@@ -103,7 +103,7 @@ class MatrixSteps:
 
     def _by_matrix(self, work: Sequence[tuple[Tile, Active]]) -> dict[int, _Work]:
         """Return the work by parameter; both the matrices and the parts of each are in order."""
-        ranges, speculator = self._backend.ranges, self._backend.speculator
+        ranges, speculator = self._tier.ranges, self._tier.speculator
         entries = [(ranges[segment.layout.parameter], tile, segment, step) for tile, [(segment, step)] in work]
         entries.sort(key=lambda entry: (entry[0].parameter, entry[0].offset, entry[2].layout.parameter_offset))
         found: dict[int, _Work] = {}
@@ -129,7 +129,7 @@ class MatrixSteps:
         for work in works:
             for part in work.parts:
                 if part.ahead is not None and len(work.parts) == 1:
-                    self._backend.speculator.spend(part.tile)  # the transformation writes it
+                    self._tier.speculator.spend(part.tile)  # the transformation writes it
                     pieces[work.matrix.parameter] = part.ahead
                 elif part.ahead is not None:
                     pieces[work.matrix.parameter][part.in_piece] = part.ahead
@@ -137,7 +137,7 @@ class MatrixSteps:
         for move, place in commit_moves(len(todo), PIPELINE_DEPTH):
             matrix, part = todo[place]
             if move is Move.FILL:
-                self._backend.fill(part.tile, [(part.segment, part.step)], self._ready)
+                self._tier.fill(part.tile, [(part.segment, part.step)], self._ready)
             else:
                 self._first_pass(part, matrix.rule.first, pieces[matrix.parameter][part.in_piece])
         return pieces
@@ -145,24 +145,24 @@ class MatrixSteps:
     def _first_pass(self, part: _Part, rule: Rule, output: Tensor) -> None:
         tile, segment = part.tile, part.segment
         wait_for_all([] if segment.handle is None else [segment.handle])
-        self._backend.snapshots.make_writable(tile)
+        self._tier.snapshots.make_writable(tile)
         assert tile.buffer is not None
         tile.move(TileEvent.COMMIT)
         row = TileSegment(segment.layout.buffer_offset, segment.held(), output, 0)
         state = float32_arrays(tile.buffer)[MATRIX_STATE]
         with tile.stepping(state, [row]):
-            self._backend.kernels.step_tile(state, state, [row], [rule], self._scale, Outputs.WRITTEN)
+            self._tier.kernels.step_tile(state, state, [row], [rule], self._scale, Outputs.WRITTEN)
 
     def _last_passes(self, work: _Work, update: Tensor) -> None:
         """Step the masters by the transformed matrix, of which ``update`` is this process's piece, and publish them."""
-        backend, layout = self._backend, work.matrix.layout
+        tier, layout = self._tier, work.matrix.layout
         rules = [work.matrix.rule.last(*layout.shape_of(block)) for block in layout.blocks]
         for part in work.parts:
             tile, segment, target = part.tile, part.segment, part.segment.part_of(part.step.target)
-            slot = backend.output_slot(tile, own=backend.hold_gradients)
+            slot = tier.output_slot(tile, own=tier.hold_gradients)
             staged = None if slot is None else slot.view(tile.dtype, segment.layout)
-            output, gradient = backend.streams.output_for(target, staged), update[part.in_piece]
-            offset = backend.ranges[segment.layout.parameter].offset + segment.layout.parameter_offset
+            output, gradient = tier.streams.output_for(target, staged), update[part.in_piece]
+            offset = tier.ranges[segment.layout.parameter].offset + segment.layout.parameter_offset
             rows = []
             for begin, end, block in layout.parts(offset, segment.layout.numel):
                 here = slice(begin - offset, end - offset)
@@ -171,11 +171,11 @@ class MatrixSteps:
             assert tile.buffer is not None
             before = float32_arrays(tile.buffer)[MATRIX_MASTER]
             if part.ahead is not None:
-                backend.speculator.keep(tile)  # before the pass, which may fail half way
+                tier.speculator.keep(tile)  # before the pass, which may fail half way
             after = float32_arrays(tile.buffer)[MATRIX_MASTER]
             with tile.stepping(after, rows):
-                backend.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)
+                tier.kernels.step_tile(before, after, rows, rules, UNSCALED, tile.outputs)
             if part.ahead is None:
                 tile.move(TileEvent.COMMIT_DONE)
             self._stepped.append(tile)
-            publish(backend.streams, tile, slot, [NewValues(segment, output, target)])
+            publish(tier.streams, tile, slot, [NewValues(segment, output, target)])

@@ -1,4 +1,4 @@
-"""Publishing: the copies of new parameters from one backend's memory to the parameters."""
+"""Publishing: the copies of new parameters from one tier's memory to the parameters."""
 
 from __future__ import annotations
 

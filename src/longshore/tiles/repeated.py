@@ -14,7 +14,7 @@ class RepeatedCommit:
     """Commits of one store, each with the same parameters: what is the same each time is computed once.
 
     Args:
-        store: a store with one backend, on the host, that copies nothing.
+        store: a store with one tier, on the host, that copies nothing.
         parameters: indices of parameters; gradients have the dtypes of their parameters.
     """
 
@@ -38,13 +38,13 @@ class RepeatedCommit:
     @staticmethod
     def possible(store: TileStore) -> bool:
         """Return whether a store steps all its tiles on the host, one element at a time, and copies nothing."""
-        alone = len(store.backends) == 1 and not store.backend.ranges
+        alone = len(store.tiers) == 1 and not store.tier.ranges
         return alone and not store.streams.staged and isinstance(store.kernels, HostKernels)
 
     @property
     def undisturbed(self) -> bool:
         """Whether nobody is told of the tiles' events, and no snapshot has buffers still to read."""
-        return not self._store.recorders and not self._store.backend.snapshots.active
+        return not self._store.recorders and not self._store.tier.snapshots.active
 
     def commit(
         self,

@@ -72,7 +72,7 @@ class StateSnapshot:
 
 
 class Snapshots:
-    """Replacement of buffers that a snapshot has still to read, for the tiles of one backend.
+    """Replacement of buffers that a snapshot has still to read, for the tiles of one tier.
 
     Args:
         buffers: the tiles' pool, which was made with ``pending_reads``.

@@ -107,7 +107,7 @@ class Bet:
 
 
 class Speculator:
-    """Stepping ahead for the tiles of one backend, each as soon as it has as many gradients as in its last window, by
+    """Stepping ahead for the tiles of one tier, each as soon as it has as many gradients as in its last window, by
     the part of its step that may go ahead (:func:`~longshore.kernels.pass_ahead`).
 
     Args:

@@ -21,7 +21,6 @@ from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale, master_of, total_of_blocks, write_state, zero_elements
 from longshore.layout.formats import NEVER_NEGATIVE, Coding
 from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Range, Spec, TileRun, runs_by_home
-from longshore.tiles.backend import Active, Backend, BackendSettings
 from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.in_place import InPlace
@@ -29,28 +28,29 @@ from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
+from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 
 
 class TileStore:
-    """Tiles of one process, and the backends that keep and step them; a :class:`ParameterStore`.
+    """Tiles of one process, and the tiers that keep and step them; a :class:`ParameterStore`.
 
     Args:
-        settings: settings of the backend that keeps the state.
+        settings: settings of the tier that keeps the state.
         gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
-        on_device: settings of a backend on the device for the first parameters that are no matrices. Their gradients
+        on_device: settings of a tier on the device for the first parameters that are no matrices. Their gradients
             come last, when little of backward is left to overlap with a copy or a step. One parameter may be divided
-            over both backends.
-        ratio: share of the elements, apart from matrices, whose state is kept by the backend of ``settings``.
+            over both tiers.
+        ratio: share of the elements, apart from matrices, whose state is kept by the tier of ``settings``.
         values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
             master where it is stepped in place.
     """
 
     def __init__(
         self,
-        settings: BackendSettings,
+        settings: TierSettings,
         gradient_dtype: torch.dtype | None = None,
-        on_device: BackendSettings | None = None,
+        on_device: TierSettings | None = None,
         ratio: float = 1.0,
         values_of: Callable[[int], Tensor] | None = None,
     ) -> None:
@@ -64,11 +64,11 @@ class TileStore:
         # Grow with parameters.
         self.tiles: list[Tile] = []
         self._pending_reads = PendingReads()
-        self.backend = Backend(settings, self._pending_reads)
-        """The backend of all parameters but those that ``on_device`` has."""
-        self.on_device = None if on_device is None else Backend(on_device, self._pending_reads)
+        self.tier = Tier(settings, self._pending_reads)
+        """The tier of all parameters but those that ``on_device`` has."""
+        self.on_device = None if on_device is None else Tier(on_device, self._pending_reads)
         self.recorder: Recorder = NO_RECORDER
-        """Receives events of the backends of ``settings``; a device profiler shows the kernels of the other one."""
+        """Receives events of the tiers of ``settings``; a device profiler shows the kernels of the other one."""
         self.recorders: tuple[Recorder, ...] = ()
         # Changes when a commit, or the loading of a checkpoint, ends half way.
         self.broken: Breakage | None = None
@@ -85,39 +85,39 @@ class TileStore:
         return self
 
     @property
-    def backends(self) -> tuple[Backend, ...]:
-        """All backends, in the order in which they step: what takes the device comes before what takes the host."""
-        return (self.backend,) if self.on_device is None else (self.on_device, self.backend)
+    def tiers(self) -> tuple[Tier, ...]:
+        """All tiers, in the order in which they step: what takes the device comes before what takes the host."""
+        return (self.tier,) if self.on_device is None else (self.on_device, self.tier)
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """Names of the arrays of a parameter that is no matrix: ``"master"``, then the states of its rule."""
-        return self.backend.elementwise.names
+        return self.tier.elementwise.names
 
     @property
     def matrix_arrays(self) -> tuple[str, ...]:
         """Names of the arrays of a matrix."""
-        return self.backend.of_matrices.names
+        return self.tier.of_matrices.names
 
-    def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
-        """Yield the tiles of a parameter, each with its backend and the parameter's segment."""
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                yield backend, tile, segment
+    def _placed(self, parameter: int) -> Iterator[tuple[Tier, Tile, Segment]]:
+        """Yield the tiles of a parameter, each with its tier and the parameter's segment."""
+        for tier in self.tiers:
+            for tile, segment in tier.parts[parameter]:
+                yield tier, tile, segment
 
-    def _masters(self, parameter: int) -> Iterator[tuple[Backend, Segment, Tensor]]:
+    def _masters(self, parameter: int) -> Iterator[tuple[Tier, Segment, Tensor]]:
         """Yield the parts of a parameter's master in state buffers, which may not have been made before a step; none if
         the parameter is its own master."""
-        for backend, tile, segment in self._placed(parameter):
-            buffer = tile.have_buffer(backend.buffers)
+        for tier, tile, segment in self._placed(parameter):
+            buffer = tile.have_buffer(tier.buffers)
             if not tile.own_master:
-                yield backend, segment, master_of(buffer)[segment.layout.in_buffer]
+                yield tier, segment, master_of(buffer)[segment.layout.in_buffer]
 
     def _read(self, parameter: int, which: str) -> Iterator[tuple[Segment, Tensor]]:
         """Yield the parts of one array of a parameter, float32: in state buffers, or in the parameter that is its own
         master."""
-        for backend, tile, segment in self._placed(parameter):
-            buffer = tile.have_buffer(backend.buffers)
+        for tier, tile, segment in self._placed(parameter):
+            buffer = tile.have_buffer(tier.buffers)
             if which != MASTER or not tile.own_master:
                 yield segment, read_array(buffer, tile.arrays.names, which, segment.layout.in_buffer)
             elif self._values_of is not None:
@@ -125,8 +125,8 @@ class TileStore:
 
     def _write(self, parameter: int, which: str, values: Tensor) -> None:
         """Write one array of a parameter to state buffers; a parameter that is its own master stays as it is."""
-        for backend, tile, segment in self._placed(parameter):
-            buffer, names = tile.have_buffer(backend.buffers), tile.arrays.names
+        for tier, tile, segment in self._placed(parameter):
+            buffer, names = tile.have_buffer(tier.buffers), tile.arrays.names
             from_last = len(names) - names.index(which)
             part = segment.part_of(values)
             if which != MASTER:
@@ -136,17 +136,17 @@ class TileStore:
 
     def add_parameters(self, specs: Iterable[Spec]) -> None:
         added = list(specs)
-        for backend in self.backends:
-            backend.parts.update((spec.key, []) for spec in added)
-        device_tile_numel = self.backend.tile_numel if self.on_device is None else self.on_device.tile_numel
-        homes = runs_by_home(added, self._ratio, self.backend.tile_numel, device_tile_numel)
+        for tier in self.tiers:
+            tier.parts.update((spec.key, []) for spec in added)
+        device_tile_numel = self.tier.tile_numel if self.on_device is None else self.on_device.tile_numel
+        homes = runs_by_home(added, self._ratio, self.tier.tile_numel, device_tile_numel)
         codings = {spec.key: spec.coding for spec in added}
-        self.backend.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
-        self._add(self.backend, self.backend.of_matrices, homes.matrices, codings)
+        self.tier.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
+        self._add(self.tier, self.tier.of_matrices, homes.matrices, codings)
         if self.on_device is not None:
             self._check_share(homes)
             self._add(self.on_device, self.on_device.elementwise, homes.device, codings)
-        self._add(self.backend, self.backend.elementwise, homes.host, codings)
+        self._add(self.tier, self.tier.elementwise, homes.host, codings)
 
     def _check_share(self, homes: Homes) -> None:
         """Warn if fewer elements stay on the device than a quarter of those that ``ratio`` leaves there."""
@@ -161,38 +161,36 @@ class TileStore:
                 stacklevel=2,
             )
 
-    def _add(
-        self, backend: Backend, arrays: ArrayNames, runs: Iterable[TileRun], codings: Mapping[int, Coding]
-    ) -> None:
+    def _add(self, tier: Tier, arrays: ArrayNames, runs: Iterable[TileRun], codings: Mapping[int, Coding]) -> None:
         """Make the tiles of ``runs``."""
-        ours = backend.streams is self.streams
+        ours = tier.streams is self.streams
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
         for run in runs:
-            outputs = backend.outputs_of(run.dtype, ours and self._values_of is not None)
+            outputs = tier.outputs_of(run.dtype, ours and self._values_of is not None)
             for layout in run.layouts(first + len(added)):
                 added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, arrays, outputs, codings))
         for tile in added if ours else ():
             tile.recorder = self.recorder
         self.tiles += added
-        backend.add(added)
+        tier.add(added)
 
     def __contains__(self, parameter: int) -> bool:
-        return parameter in self.backend.parts
+        return parameter in self.tier.parts
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str] = ()) -> None:
         """Name the state arrays of parameters that are stepped one element at a time, and of matrices, in the order in
         which their rules read them; arrays that later calls add are zero."""
         self._drain()
-        for backend in self.backends:
-            backend.set_states(elementwise, of_matrices)
+        for tier in self.tiers:
+            tier.set_states(elementwise, of_matrices)
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
             self.recorders = tuple(recorders)
-            for backend in self.backends:
-                if backend is not self.on_device:
-                    self.recorder = backend.set_recorders(self.recorders)
+            for tier in self.tiers:
+                if tier is not self.on_device:
+                    self.recorder = tier.set_recorders(self.recorders)
 
     # -- the accumulation window ----------------------------------------------
 
@@ -202,17 +200,17 @@ class TileStore:
         # This returns at once: the copy runs on its stream, and the worker adds a later arrival.
         self.check_usable()
         with self._lock:
-            for backend in self.backends:
-                parts = backend.parts[parameter]
-                ready = backend.streams.mark() if parts else ()
+            for tier in self.tiers:
+                parts = tier.parts[parameter]
+                ready = tier.streams.mark() if parts else ()
                 for tile, segment in parts:
-                    backend.bring(tile, segment, segment.part_of(gradient), ready)
-                    backend.speculator.consider(tile)
+                    tier.bring(tile, segment, segment.part_of(gradient), ready)
+                    tier.speculator.consider(tile)
         return None
 
     def foresee(self, forecast: Forecast) -> None:
-        for backend in self.backends:
-            backend.speculator.forecast = forecast
+        for tier in self.tiers:
+            tier.speculator.forecast = forecast
 
     def expect_backwards(self, backwards: int) -> None:
         with self._lock:
@@ -222,7 +220,7 @@ class TileStore:
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of what was stepped ahead in the last window; None if this store never steps ahead."""
-        return self.backend.speculator.record
+        return self.tier.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         placed = self._placed(parameter) if parameter in self else ()
@@ -275,7 +273,7 @@ class TileStore:
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
-        for failure in [backend.drain() for backend in self.backends]:  # all, whatever failed before
+        for failure in [tier.drain() for tier in self.tiers]:  # all, whatever failed before
             self._failure = self._failure or failure
 
     def discard(self, parameter: int | None = None) -> None:
@@ -283,27 +281,27 @@ class TileStore:
         with self._lock:
             self._drain()
             if parameter is not None:
-                for backend, tile, segment in self._placed(parameter):
+                for tier, tile, segment in self._placed(parameter):
                     if tile.forget(segment) == 0:
-                        backend.end_window([tile], TileEvent.DISCARD)
-                    backend.speculator.drop(tile)
+                        tier.end_window([tile], TileEvent.DISCARD)
+                    tier.speculator.drop(tile)
                 return
-            for backend in self.backends:
-                backend.end_window(backend.tiles, TileEvent.DISCARD)
-                backend.speculator.end_window(backend.tiles, None)
+            for tier in self.tiers:
+                tier.end_window(tier.tiles, TileEvent.DISCARD)
+                tier.speculator.end_window(tier.tiles, None)
             self._failure = None
             self.recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         begin_ns = self.recorder.begin(NORM, None)
-        for backend in self.backends:
-            backend.speculator.pause()
+        for tier in self.tiers:
+            tier.speculator.pause()
         try:
             self.settle()
-            found = [backend.block_sums(gradients, scale) for backend in self.backends]
+            found = [tier.block_sums(gradients, scale) for tier in self.tiers]
         finally:
-            for backend in self.backends:
-                backend.speculator.resume()
+            for tier in self.tiers:
+                tier.speculator.resume()
             self.recorder.span(NORM, None, begin_ns)
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
@@ -323,11 +321,11 @@ class TileStore:
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         with self.committing(stepped, (parameter for parameter, step in steps.items() if step.gradient is not None)):
-            for backend in self.backends:  # a CUDA device steps its tiles while the host steps others
-                active = [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work]
-                InPlace(backend, scale, stepped, exchange if backend is self.backend else None).run(active)
-            for backend in self.backends:
-                backend.end_step(scale)
+            for tier in self.tiers:  # a CUDA device steps its tiles while the host steps others
+                active = [(tile, work[tile.layout.index]) for tile in tier.tiles if tile.layout.index in work]
+                InPlace(tier, scale, stepped, exchange if tier is self.tier else None).run(active)
+            for tier in self.tiers:
+                tier.end_step(scale)
             then()
 
     @contextlib.contextmanager
@@ -339,9 +337,9 @@ class TileStore:
             stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
             if stepped or any(tile.state in stepping for tile in self.tiles):
                 self.broken = Breakage.by(failure)
-                for backend in self.backends:  # copies have to end before the user loads new weights on the device
+                for tier in self.tiers:  # copies have to end before the user loads new weights on the device
                     with contextlib.suppress(Exception):
-                        backend.streams.end_publish()
+                        tier.streams.end_publish()
                 raise
             for parameter in brought:  # no state has changed, and these gradients are still in ``.grad``
                 self.discard(parameter)
@@ -351,7 +349,7 @@ class TileStore:
 
     def host_bytes(self) -> dict[str, int]:
         """Return the host bytes by kind, which are counted, not measured."""
-        return self._bytes(on_device=False) or dict.fromkeys(self.backend.state_bytes(), 0)
+        return self._bytes(on_device=False) or dict.fromkeys(self.tier.state_bytes(), 0)
 
     def device_bytes(self) -> dict[str, int]:
         """Return the device bytes by kind, which are counted, not measured; empty if all is on the host."""
@@ -359,9 +357,9 @@ class TileStore:
 
     def _bytes(self, on_device: bool) -> dict[str, int]:
         counted: Counter[str] = Counter()
-        for backend in self.backends:
-            if (backend is self.on_device or not backend.on_host) == on_device:
-                counted.update(backend.state_bytes())
+        for tier in self.tiers:
+            if (tier is self.on_device or not tier.on_host) == on_device:
+                counted.update(tier.state_bytes())
         return dict(counted)
 
     # -- optimizer state ------------------------------------------------------
@@ -383,18 +381,18 @@ class TileStore:
     def begin_load(self) -> None:
         with self._lock:
             self._drain()
-            for backend in self.backends:
-                backend.end_window(backend.tiles, TileEvent.LOAD)
-                backend.accumulators.trim()
-                backend.speculator.end_window(backend.tiles, None)
+            for tier in self.tiers:
+                tier.end_window(tier.tiles, TileEvent.LOAD)
+                tier.accumulators.trim()
+                tier.speculator.end_window(tier.tiles, None)
             self._failure = self.broken = None
 
     def _void(self, parameter: int) -> None:
         # The parameter's buffers or gradient are about to be written.
         self._drain()
-        for backend, tile, _ in self._placed(parameter):
-            backend.speculator.void(tile)
-            backend.snapshots.make_writable(tile)
+        for tier, tile, _ in self._placed(parameter):
+            tier.speculator.void(tile)
+            tier.snapshots.make_writable(tile)
 
     def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> StateSnapshot:
         """Return the state as it is now, for another thread to read while this one goes on.
@@ -412,12 +410,11 @@ class TileStore:
         masters = [parameter for parameter, which in reads if which == MASTER]
         assert not any(tile.own_master for parameter in masters for _, tile, _ in self._placed(parameter))
         self._drain()
-        for backend in self.backends:
-            backend.snapshots.prepare(memory_bytes)
+        for tier in self.tiers:
+            tier.snapshots.prepare(memory_bytes)
         buffers = {
             parameter: [
-                (tile.have_buffer(backend.buffers), segment.layout)
-                for backend, tile, segment in self._placed(parameter)
+                (tile.have_buffer(tier.buffers), segment.layout) for tier, tile, segment in self._placed(parameter)
             ]
             for parameter in {parameter for parameter, _ in reads}
         }
@@ -430,13 +427,13 @@ class TileStore:
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for backend, tile, _ in self._placed(parameter):
-            tile.have_buffer(backend.buffers)  # before anything is stepped
+        for tier, tile, _ in self._placed(parameter):
+            tile.have_buffer(tier.buffers)  # before anything is stepped
         if keep_matching:
             self._reconcile(parameter, values, adopt=True)
             return
-        for backend, segment, master in self._masters(parameter):
-            backend.kernels.accumulate(master, backend.streams.read(segment.part_of(values)), add=False)
+        for tier, segment, master in self._masters(parameter):
+            tier.kernels.accumulate(master, tier.streams.read(segment.part_of(values)), add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
@@ -444,8 +441,8 @@ class TileStore:
 
     def _reconcile(self, parameter: int, values: Tensor, adopt: bool) -> int:
         return sum(
-            backend.kernels.reconcile(master, backend.streams.read(segment.part_of(values)), adopt=adopt)
-            for backend, segment, master in self._masters(parameter)
+            tier.kernels.reconcile(master, tier.streams.read(segment.part_of(values)), adopt=adopt)
+            for tier, segment, master in self._masters(parameter)
         )
 
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
@@ -488,8 +485,8 @@ class TileStore:
         return [Range(parameter, parameter, 0, numel)] if numel > 0 else []
 
     def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
+        for tier in self.tiers:
+            tier.close()
 
     def release(self) -> None:
         """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then."""
@@ -498,8 +495,8 @@ class TileStore:
 
     def _forget_tiles(self) -> None:
         """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""
-        former = self.backend
-        self.backend, self.on_device = Backend(self._settings, self._pending_reads), None
-        self.backend.elementwise, self.backend.of_matrices = former.elementwise, former.of_matrices
-        self.backend.parts.update((index, []) for index in former.parts)
+        former = self.tier
+        self.tier, self.on_device = Tier(self._settings, self._pending_reads), None
+        self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
+        self.tier.parts.update((index, []) for index in former.parts)
         self.tiles = []

@@ -1,7 +1,7 @@
-"""A backend: one memory, the tiles in it, the kernels that step them, and the streams that copy to and from it.
+"""A tier: one memory, the tiles in it, the kernels that step them, and the streams that copy to and from it.
 
-Gradients are copied to a backend during backward (:meth:`Backend.bring`) or in the step; :meth:`Backend.run` steps
-tiles and publishes them, several at a time.
+Gradients are copied to a tier during backward (:meth:`Tier.bring`) or in the step (:meth:`Tier.fill`), where
+``InPlace`` steps tiles and publishes them, several at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
-from longshore.tiles.events import (
-    NO_RECORDER,
-    Recorder,
-    Recorders,
-)
+from longshore.tiles.events import NO_RECORDER, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
 from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots
 from longshore.tiles.snapshot import Snapshots
@@ -36,8 +32,8 @@ Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
 
 
-class BackendSettings(NamedTuple):
-    """The settings of one backend."""
+class TierSettings(NamedTuple):
+    """The settings of one tier."""
 
     streams: CopyStreams
     kernels: Kernels
@@ -47,14 +43,14 @@ class BackendSettings(NamedTuple):
     speculation_memory: SpeculationMemory = 0
     """Memory for stepping tiles ahead of the verdict."""
     detect_writes: bool = True
-    """Whether the step compares parameters in the backend's own memory with their rounded masters (law 10)."""
+    """Whether the step compares parameters in the tier's own memory with their rounded masters (law 10)."""
 
 
-class Backend:
-    """The tiles of one store that are kept in one memory and stepped by one set of kernels.
+class Tier:
+    """One memory in which tiles of a store rest, with the kernels that step them there.
 
     Args:
-        settings: the settings of this backend.
+        settings: the settings of this tier.
         pending_reads: the store's buffers that a snapshot has still to read.
 
     Attributes:
@@ -63,7 +59,7 @@ class Backend:
         ranges: matrices, or parts of them, by their key.
     """
 
-    def __init__(self, settings: BackendSettings, pending_reads: PendingReads) -> None:
+    def __init__(self, settings: TierSettings, pending_reads: PendingReads) -> None:
         streams, kernels, tile_numel, self.hold_gradients, speculation_memory, detect_writes = settings
         assert not streams.staged or kernels.device.type == "cpu"
         self.streams = streams
@@ -77,7 +73,7 @@ class Backend:
         self.ranges: dict[int, MatrixRange] = {}
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
-        """For each parameter, its tiles in this backend, and its segments in them."""
+        """For each parameter, its tiles in this tier, and its segments in them."""
         self._slot_bytes = 0
         self._ring = SlotRing(streams)
         """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
