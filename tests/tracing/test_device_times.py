@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from on_device import device_type, keep_busy
 from torch import nn
 
 import longshore
-from longshore.accelerator import current_stream_is
+from longshore.accelerator import DeviceClock, current_stream_is
 from longshore.optim.rules.muon import MuonRule
 from longshore.tiles.events import COPY_TO_HOST, FETCH, PUBLISH, TRANSFORM
 from longshore.tracing.events import BACKWARD, DEVICE_TRACK, STEP
@@ -57,6 +59,24 @@ def test_the_rest_of_the_backward_is_not_exposed(release: bool, clip: bool) -> N
     if release:  # else its gradients arrive in step()
         (backward,) = (event for event in traced.events if event.name == BACKWARD)
         assert backward.end_ns - backward.begin_ns > LONG_NS
+
+
+@pytest.mark.parametrize("late", [1, 5, 9])
+def test_a_host_that_sees_an_event_late_has_the_devices_times(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is busy: it is interrupted between the event and its look at the clock."""
+    calls, clock_ns = itertools.count(), time.perf_counter_ns
+
+    def interrupted() -> int:
+        if next(calls) == late:
+            time.sleep(0.4)
+        return clock_ns()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter_ns", interrupted)
+        clock = DeviceClock(torch.device(device_type()))
+    before_ns = clock_ns()
+    reached_ns = clock.ns_of(clock.mark())
+    assert before_ns - 0.2e9 < reached_ns < clock_ns() + 0.2e9
 
 
 def test_a_copy_begins_when_it_runs() -> None:
