@@ -597,7 +597,7 @@ MUTANTS = [
         "return buffer",
         (MEMORY,),
     ),
-    Mutant("buffers of the old shape are kept", "BufferPool.begin_anew", "self._sorts.clear()", "", (MEMORY,)),
+    Mutant("buffers of the old shape are kept", "BufferPool.forget", "self._sorts.discard(sort)", "", (MEMORY,)),
     Mutant(
         "accumulators that were used are let go of",
         "BufferPool.trim",

@@ -186,9 +186,9 @@ MUTANTS = [
     ),
     Mutant(
         "matrices and other tiles have the memory for spares twice",
-        "Speculator._affordable",
-        "speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), taken)",
-        "speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), 0 * taken)",
+        "Speculator._reserve_alike",
+        "speculation_budget(self._memory, sum((kind.asked_bytes for kind in kinds)), others) - mine",
+        "speculation_budget(self._memory, sum((kind.asked_bytes for kind in kinds)), 0) - mine",
         (AHEAD,),
     ),
     Mutant(

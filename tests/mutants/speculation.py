@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "outputs of a window are not free in the next",
         "Speculator.end_window",
-        "self._slots[bet.tile.buffer_kind, bet.tile.output_bytes].append(bet.slot)",
+        "self._slots[SpareKind.of(bet.tile)].append(bet.slot)",
         "pass",
         (SPECULATION,),
     ),
@@ -145,7 +145,28 @@ MUTANTS = [
         "if True:",
         (SPECULATION,),
     ),
-    Mutant("the budget does not bind", "Speculator._affordable", "if left < 0:\n    break", "", (SPECULATION,)),
+    Mutant("the budget does not bind", "Speculator._reserve_alike", "if left < 0:\n    break", "", (SPECULATION,)),
+    Mutant(
+        "spares that are held do not count when others are added",
+        "Speculator._reserve_alike",
+        "speculation_budget(self._memory, sum((kind.asked_bytes for kind in kinds)), others) - mine",
+        "speculation_budget(self._memory, sum((kind.asked_bytes for kind in kinds)), others)",
+        ("tests/optim/test_muon_ahead.py::test_spares_for_what_comes_later_stay_within_the_limit",),
+    ),
+    Mutant(
+        "spares of all kinds are dropped where some get other arrays",
+        "Tier.set_states",
+        "self.speculator.forget(tiles)",
+        "self.speculator.forget(self.tiles)",
+        ("tests/optim/test_muon_ahead.py::test_a_snapshot_outlives_the_naming_of_other_states",),
+    ),
+    Mutant(
+        "matrices are stepped after the part of the others that stays on the device",
+        "TileStore.commit",
+        "for each in steps_of:\n    each.run_matrices()\nfor each in steps_of:\n    each.run()",
+        "for each in steps_of:\n    each.run()\nfor each in steps_of:\n    each.run_matrices()",
+        ("tests/optim/test_muon_ahead.py::test_without_memory_for_matrices_nothing_is_stepped",),
+    ),
     Mutant(
         "a pass is harvested twice",
         "Speculator.harvest",

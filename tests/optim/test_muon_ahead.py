@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from plain_muon import backward, build, groups_of
 from support import same_weights
 
 import longshore
-from longshore.errors import BrokenStateError
+from longshore.errors import BrokenStateError, HostMemoryError
 from longshore.kernels import HostKernels
 from longshore.optim.rules import muon
 from longshore.tiles import SpeculationRecord
@@ -263,3 +264,104 @@ def test_a_broken_optimizer_is_garbage_once_it_is_dropped(monkeypatch: pytest.Mo
 
 def _fail(*_: object) -> None:
     raise RuntimeError("no more")
+
+
+# -- parameters that come later -----------------------------------------------
+
+
+class Grown:
+    """Square layers: some are matrices, and some come after the first windows."""
+
+    def __init__(self, memory: int | str, *first: bool) -> None:
+        torch.manual_seed(0)
+        self.layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(8)]
+        self.optimizer = longshore.Muon(
+            [self.group(number, use_muon) for number, use_muon in enumerate(first)],
+            lr=0.02,
+            release_gradients=True,
+            offload=longshore.Offload(tile_numel=1024, speculation_memory=memory),
+        )
+        self.store = self.optimizer._core.store.local
+
+    def group(self, number: int, use_muon: bool) -> dict[str, Any]:
+        """Four of the layers."""
+        members = [layer.weight for layer in self.layers[4 * number : 4 * number + 4]]
+        return {"params": members, "use_muon": use_muon} | ({} if use_muon else {"lr": 1e-3})
+
+    def step(self, layers: slice = slice(None)) -> None:
+        torch.nn.Sequential(*self.layers[layers])(torch.randn(3, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def spares(self) -> int:
+        spares = self.optimizer.host_bytes()["spares"]
+        pool = self.store.tier.speculator.spares
+        assert pool is not None and pool.allocated_bytes <= spares, "held, and not counted"
+        return spares
+
+
+LIMIT = 120_000
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["matrices first", "others first"])
+@pytest.mark.parametrize("way", ["added", "used"])
+def test_spares_for_what_comes_later_stay_within_the_limit(first: bool, way: str) -> None:
+    grown = Grown(LIMIT, *([first] if way == "added" else [first, not first]))
+    for _ in range(3):
+        grown.step(slice(4))
+    before = grown.spares
+    if way == "added":
+        grown.optimizer.add_param_group(grown.group(1, not first))
+    for _ in range(3):
+        grown.step()
+    assert LIMIT // 2 < before <= grown.spares <= LIMIT
+
+
+def test_a_snapshot_outlives_the_naming_of_other_states() -> None:
+    """Spares of matrices stay when AdamW's states are named: no step waits for the reader, and no buffer is lost."""
+    grown = Grown("100%", True)
+    for _ in range(3):
+        grown.step(slice(4))
+    reads = [
+        (record.index, which) for record in grown.optimizer._core.records for which in ("master", "momentum_buffer")
+    ]
+    snapshot = grown.store.snapshot(reads, 1 << 30)
+    closing = threading.Timer(30, snapshot.close)
+    closing.start()
+    grown.step(slice(4))
+    grown.optimizer.add_param_group(grown.group(1, False))
+    grown.step()
+    assert closing.is_alive(), "a step waited for the reader"
+    closing.cancel()
+    snapshot.close()
+    for _ in range(4):
+        grown.step()
+    assert grown.spares == len(grown.store.tiles) // 2 * (1024 * (8 + 4 + 12 + 4))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, HostMemoryError])
+def test_without_memory_for_matrices_nothing_is_stepped(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the part of the others that stays on the device."""
+    model = build(torch.bfloat16)
+    offload = longshore.Offload(tile_numel=100, ratio=0.3, transfer=longshore.SimulatedTransfer(seed=0))
+    optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=offload)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def fail(*_: Any) -> None:
+        raise error("no memory")
+
+    owner = "matrix_exchange.reserve" if error is torch.OutOfMemoryError else "matrix_exchange.MatrixMemory.reserve"
+    with monkeypatch.context() as patched:
+        patched.setattr(f"longshore.tiles.{owner}", fail)
+        with pytest.raises(error, match="no memory"):
+            optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))

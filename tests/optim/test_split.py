@@ -258,10 +258,10 @@ def test_half_a_step_is_said_until_state_is_loaded(monkeypatch: pytest.MonkeyPat
 
     run = InPlace.run
 
-    def fail(self: InPlace, *args: Any) -> None:
+    def fail(self: InPlace) -> None:
         if self._tier is host:
             raise RuntimeError("the host is gone")
-        run(self, *args)
+        run(self)
 
     with monkeypatch.context() as patched:
         patched.setattr(InPlace, "run", fail)
@@ -291,8 +291,8 @@ def test_an_interrupt_between_the_two_parts_is_half_a_step(monkeypatch: pytest.M
     device, _ = parts_of(optimizer)
     run = InPlace.run
 
-    def interrupted(self: InPlace, *args: Any) -> None:
-        run(self, *args)
+    def interrupted(self: InPlace) -> None:
+        run(self)
         if self._tier is device:
             raise KeyboardInterrupt
 

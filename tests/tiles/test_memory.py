@@ -78,7 +78,7 @@ def test_buffers_of_kinds_that_nobody_asks_for_are_let_go_of() -> None:
     pool = BufferPool()
     kept, free = pool.take(BufferKind(32, 1)), pool.take(BufferKind(32, 1))
     pool.give_back(free)
-    pool.begin_anew()
+    pool.forget([BufferKind(32, 1)])
     assert pool.allocated_bytes == 4 * 32  # the one in use
     wide = pool.take_zeros(BufferKind(32, 2))
     assert wide.shape == (2, 32) and pool.allocated_bytes == 3 * 4 * 32

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from longshore.accelerator import Mark
 from longshore.kernels import Buffer, Kernels, Outputs, Scale, copy_elements, master_of
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.tiles.events import Move, commit_moves
@@ -19,43 +20,60 @@ from longshore.transfer import wait_for_all
 
 
 class InPlace:
-    """The steps of one commit on one tier.
+    """The steps of one commit in one tier.
 
     Args:
+        work: the tiles to step.
         scale: of the gradients.
         stepped: tiles that are COMMITTED, and on their way to the device, are appended.
         exchange: brings together the matrices of which several ranks have a part; None: this rank has all of each.
     """
 
-    def __init__(self, tier: Tier, scale: Scale, stepped: list[Tile], exchange: MatrixExchange | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        work: Sequence[tuple[Tile, Active]],
+        scale: Scale,
+        stepped: list[Tile],
+        exchange: MatrixExchange | None = None,
+    ) -> None:
         self._tier = tier
+        self._matrices = [entry for entry in work if entry[0].arrays.of_matrices]
+        self._others = work if not self._matrices else [entry for entry in work if not entry[0].arrays.of_matrices]
         self._scale = scale
         self._stepped = stepped
         self._exchange = exchange
 
-    def run(self, work: Sequence[tuple[Tile, Active]]) -> None:
-        """Step and publish tiles; on return the current stream sees the new parameters.
+    def run_matrices(self) -> None:
+        """Step and publish matrices, in all tiers before anything else: they are transformed where parameters compute,
+        for which there may be no memory."""
+        if not self._matrices and self._exchange is None:
+            return
+        exchange = self._exchange or self._tier.exchange
+        ready = self._begin()
+        MatrixSteps(self._tier, exchange, self._scale, self._stepped, ready).run(self._matrices)
+        self._tier.streams.end_publish()
 
-        Matrices come first, as they are transformed where parameters compute, and then tiles that were stepped ahead:
-        their copies to the device run while the others are stepped.
+    def run(self) -> None:
+        """Step and publish the other tiles; then the current stream sees the new parameters.
+
+        Tiles that were stepped ahead come first: their copies to the device run while the others are stepped.
         """
-        tier = self._tier
-        if tier.snapshots.active:
-            tier.snapshots.collect()
-        ready = tier.streams.mark()
-        tier.streams.begin_publish()
-        matrices = [entry for entry in work if entry[0].arrays.of_matrices]
-        if matrices or self._exchange is not None:
-            exchange = self._exchange or tier.exchange
-            MatrixSteps(tier, exchange, self._scale, self._stepped, ready).run(matrices)
-        others = work if not matrices else [entry for entry in work if not entry[0].arrays.of_matrices]
-        remaining = [entry for entry in others if not self._take_stepped(*entry)]
+        ready = self._begin()
+        remaining = [entry for entry in self._others if not self._take_stepped(*entry)]
         for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
             if move is Move.FILL:
-                tier.fill(*remaining[place], ready)
+                self._tier.fill(*remaining[place], ready)
             else:
                 self._finish(*remaining[place])
-        tier.streams.end_publish()
+        self._tier.streams.end_publish()
+
+    def _begin(self) -> Sequence[Mark]:
+        """Begin to publish; return when the gradients that the commit has are there."""
+        if self._tier.snapshots.active:
+            self._tier.snapshots.collect()
+        self._tier.streams.begin_publish()
+        return self._tier.streams.mark()
 
     def _take_stepped(self, tile: Tile, active: Active) -> bool:
         compared = tile.outputs is Outputs.COMPARED and tile.state is TileState.STEPPED

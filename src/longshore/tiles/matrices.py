@@ -84,7 +84,7 @@ class MatrixSteps:
         self._ready = ready
 
     def run(self, work: Sequence[tuple[Tile, Active]]) -> None:
-        """Step and publish these tiles. With ranks that have other parts of the matrices there may be none here."""
+        """Step and publish these tiles. If other ranks have parts of matrices, this one may have none."""
         found = self._by_matrix(work)
         batches = self._exchange.batches({parameter: each.matrix for parameter, each in found.items()})
         here = [[found[each.parameter] for each in batch if each.parameter in found] for batch in batches]

@@ -112,6 +112,10 @@ def _sort_of(format: StateFormat, arrays: int, numel: int, own_master: bool) -> 
     return format, arrays, numel, own_master and format is not StateFormat.FP32
 
 
+def _sort_of_kind(kind: BufferKind) -> _Sort:
+    return _sort_of(kind.format, kind.arrays - kind.own_master, kind.numel, kind.own_master)
+
+
 class BufferPool:
     """Pool of buffers by kind: ``[arrays, numel]``, the master and the states of the rule; for parameters that are
     their own masters, the states alone.
@@ -131,7 +135,7 @@ class BufferPool:
         self._allocate = allocate
         self._pending_reads = pending_reads
         self._sorts: set[_Sort] = set()
-        """Sorts of buffers that are still asked for."""
+        """Sorts of buffers that were taken, and not forgotten since."""
         self._free: dict[_Sort, list[Buffer]] = {}
         self._idle: dict[_Sort, list[Buffer]] = {}
         """Buffers that were free at the last :meth:`trim` and have not been taken since."""
@@ -151,7 +155,7 @@ class BufferPool:
 
     def take_within(self, kind: BufferKind, most_bytes: int) -> Buffer | None:
         """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
-        sort = _sort_of(kind.format, kind.arrays - kind.own_master, kind.numel, kind.own_master)
+        sort = _sort_of_kind(kind)
         self._sorts.add(sort)
         if free := self._idle.get(sort) or self._free.get(sort):
             return free.pop()
@@ -187,10 +191,13 @@ class BufferPool:
         self.trim()
         self.trim()
 
-    def begin_anew(self) -> None:
-        """Release the memory of all free buffers, and of others as they come back, unless their kind is taken again."""
-        self.clear()
-        self._sorts.clear()
+    def forget(self, kinds: Iterable[BufferKind]) -> None:
+        """Release the memory of free buffers of these kinds, and of others as they come back, unless their kind is
+        taken again."""
+        for sort in {_sort_of_kind(kind) for kind in kinds}:
+            self._sorts.discard(sort)
+            free = [*self._free.pop(sort, ()), *self._idle.pop(sort, ())]
+            self.allocated_bytes -= sum(buffer.nbytes for buffer in free)
 
 
 class Slot:

@@ -10,7 +10,9 @@ threads that bring gradients and the caller do, in :meth:`Speculator.harvest` fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -106,6 +108,27 @@ class Bet:
         return True
 
 
+class SpareKind(NamedTuple):
+    """The properties of a spare: a buffer, and a slot for outputs."""
+
+    buffer: BufferKind
+    output_bytes: int
+    of_matrix: bool
+
+    @classmethod
+    def of(cls, tile: Tile) -> SpareKind:
+        return cls(tile.buffer_kind, tile.output_bytes, tile.arrays.of_matrices)
+
+    @property
+    def asked_bytes(self) -> int:
+        """Bytes that count against the memory for stepping ahead."""
+        return self.buffer.num_bytes + self.output_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.num_bytes + padded_bytes(self.output_bytes)
+
+
 class Speculator:
     """Stepping ahead for the tiles of one tier, each as soon as it has as many gradients as in its last window, by
     the part of its step that may go ahead (:func:`~longshore.kernels.pass_ahead`).
@@ -139,9 +162,11 @@ class Speculator:
         self._runner = runner
         self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
-        self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
-        self._slots: dict[tuple[BufferKind, int], list[Slot]] = {}
-        """Slots by kind of buffer and bytes of an output; for each slot there is a buffer in the pool, too."""
+        self._reserved_for = 0
+        """Number of tiles with buffers for which there are spares, as far as the memory allows."""
+        self._reserved: Counter[SpareKind] = Counter()
+        self._slots: dict[SpareKind, list[Slot]] = {}
+        """Slots that no bet has; for each slot there is a buffer in the pool, too."""
         # Change with each window.
         self._predictor = Predictor()
         self._paused = False
@@ -156,11 +181,17 @@ class Speculator:
         """What speculation did in the last window; None if tiles are never stepped ahead."""
         if not self._memory:
             return None
-        return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
+        return SpeculationRecord(self._predictor.score, self._predictor.bets, self._reserved.total(), **self._last)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of all spares."""
+        return sum(count * kind.num_bytes for kind, count in self._reserved.items())
 
     def lend(self, kind: BufferKind) -> Buffer | None:
         """Return a spare buffer, or None if all are in use. The caller gives it, or another one, to :attr:`spares`."""
-        return self._pool.take_within(kind, self._spare_buffer_bytes)
+        most_bytes = sum(count * each.buffer.num_bytes for each, count in self._reserved.items())
+        return self._pool.take_within(kind, most_bytes)
 
     # -- during backward ------------------------------------------------------
 
@@ -179,7 +210,7 @@ class Speculator:
             self._bet_on(tile, forecast)
 
     def _bet_on(self, tile: Tile, forecast: Forecast) -> None:
-        free = self._slots.get((tile.buffer_kind, tile.output_bytes))
+        free = self._slots.get(SpareKind.of(tile))
         if not free:
             self._counts["waited"] += 1
             return
@@ -272,13 +303,18 @@ class Speculator:
         self._counts[event] += 1
         tile.recorder.mark(event, tile.layout.index)
 
-    def begin_anew(self) -> None:
-        """Drop all spares, because buffers get other arrays; no tile may be STEPPING or STEPPED."""
-        # All are made anew, including those that bets of this window have taken.
-        self._pool.begin_anew()
-        self._bets.clear()
-        self._slots.clear()
-        self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
+    def forget(self, tiles: Iterable[Tile]) -> None:
+        """Drop the spares of tiles whose buffers get other arrays, and those that bets of this window have; none of the
+        tiles may be STEPPING or STEPPED."""
+        kinds = set()
+        for tile in tiles:
+            kinds.add(SpareKind.of(tile))
+            self._bets.pop(tile.layout.index, None)
+        for kind in kinds:
+            self._slots.pop(kind, None)
+            self._reserved.pop(kind, None)
+        self._pool.forget(kind.buffer for kind in kinds)
+        self._reserved_for = 0
 
     def verdict(
         self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale, written: bool
@@ -312,7 +348,7 @@ class Speculator:
             return
         for bet in self._bets.values():
             assert bet.slot is not None
-            self._slots[bet.tile.buffer_kind, bet.tile.output_bytes].append(bet.slot)
+            self._slots[SpareKind.of(bet.tile)].append(bet.slot)
         self._bets.clear()
         self._considered.clear()
         self._rules = None
@@ -329,41 +365,33 @@ class Speculator:
     def _reserve(self, tiles: Sequence[Tile]) -> None:
         """Allocate spares within the memory, of which matrices have the first part."""
         self._reserved_for = len(tiles)
-        have = {key: len(slots) for key, slots in self._slots.items()}
-        wanted: list[Tile] = []
-        taken = 0
         for of_matrices in (True, False):
-            alike = [tile for tile in tiles if tile.arrays.of_matrices is of_matrices]
-            with_spares = self._affordable(alike, taken)
-            taken += sum(tile.buffer_kind.num_bytes + padded_bytes(tile.output_bytes) for tile in with_spares)
-            for tile in with_spares:
-                key = (tile.buffer_kind, tile.output_bytes)
-                have[key] = have.get(key, 0) - 1
-                if have[key] < 0:
-                    wanted.append(tile)
-        slots, output_bytes = cut_slots(self._streams, [tile.output_bytes for tile in wanted])
-        for tile, slot in zip(wanted, slots, strict=True):
-            self._slots.setdefault((tile.buffer_kind, tile.output_bytes), []).append(slot)
-        buffer_bytes = sum(tile.buffer_kind.num_bytes for tile in wanted)
-        self._spare_buffer_bytes += buffer_bytes
-        self.spare_bytes += buffer_bytes + output_bytes
-        # The memory is touched now, and not in backward.
-        for buffer in [self._pool.take(tile.buffer_kind).zero_() for tile in wanted]:
-            self._pool.give_back(buffer)
-        self._spare_count += len(wanted)
+            self._reserve_alike([SpareKind.of(tile) for tile in tiles if tile.arrays.of_matrices is of_matrices])
 
-    def _affordable(self, tiles: Sequence[Tile], taken: int) -> list[Tile]:
-        """Return the tiles that get a spare, the last ones: their gradients come first in backward. Of the memory,
-        others have ``taken`` some."""
-        left = speculation_budget(self._memory, sum(map(_spare_bytes, tiles)), taken)
-        found = []
-        for tile in reversed(tiles):
-            left -= _spare_bytes(tile)
+    def _reserve_alike(self, kinds: Sequence[SpareKind]) -> None:
+        """Allocate spares for tiles of these kinds, first for those of the last parameters, whose gradients come first
+        in backward."""
+        if not kinds:
+            return
+        held = {True: 0, False: 0}
+        for kind, count in self._reserved.items():
+            held[kind.of_matrix] += count * kind.num_bytes
+        mine, others = held[kinds[0].of_matrix], held[not kinds[0].of_matrix]
+        left = speculation_budget(self._memory, sum(kind.asked_bytes for kind in kinds), others) - mine
+        have, wanted = Counter(self._reserved), Counter[SpareKind]()
+        for kind in reversed(kinds):
+            if have[kind] > 0:
+                have[kind] -= 1
+                continue
+            left -= kind.asked_bytes
             if left < 0:
                 break
-            found.append(tile)
-        return found
-
-
-def _spare_bytes(tile: Tile) -> int:
-    return tile.buffer_kind.num_bytes + tile.output_bytes
+            wanted[kind] += 1
+        for kind, count in wanted.items():
+            slots, _ = cut_slots(self._streams, [kind.output_bytes] * count)
+            free = self._slots.setdefault(kind, [])
+            free += slots
+            self._reserved[kind] += count
+            # The memory is touched now, and not in backward; the pool hands out those that it has first.
+            for buffer in [self._pool.take(kind.buffer).zero_() for _ in free]:
+                self._pool.give_back(buffer)

@@ -321,9 +321,20 @@ class TileStore:
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         with self.committing(stepped, (parameter for parameter, step in steps.items() if step.gradient is not None)):
-            for tier in self.tiers:  # a CUDA device steps its tiles while the host steps others
-                active = [(tile, work[tile.layout.index]) for tile in tier.tiles if tile.layout.index in work]
-                InPlace(tier, scale, stepped, exchange if tier is self.tier else None).run(active)
+            steps_of = [
+                InPlace(
+                    tier,
+                    [(tile, work[tile.layout.index]) for tile in tier.tiles if tile.layout.index in work],
+                    scale,
+                    stepped,
+                    exchange if tier is self.tier else None,
+                )
+                for tier in self.tiers
+            ]
+            for each in steps_of:
+                each.run_matrices()
+            for each in steps_of:  # a CUDA device steps its tiles while the host steps others
+                each.run()
             for tier in self.tiers:
                 tier.end_step(scale)
             then()

@@ -134,20 +134,21 @@ class Tier:
         }
         if not changed:
             return
-        for tile in self.tiles:
+        tiles = [tile for tile in self.tiles if tile.arrays in changed]
+        for tile in tiles:
             self.speculator.void(tile)
-        self.speculator.begin_anew()
-        self.buffers.begin_anew()
+        self.speculator.forget(tiles)
+        self.buffers.forget(tile.buffer_kind for tile in tiles)
         rows = {arrays: [names.index(name) for name in arrays.names] for arrays, names in changed.items()}
         for arrays, names in changed.items():
             arrays.names = names
-        for tile in self.tiles:
-            if tile.arrays in rows:
-                tile.widen_buffer(rows[tile.arrays], self.buffers)
+        for tile in tiles:
+            tile.widen_buffer(rows[tile.arrays], self.buffers)
 
     def remove(self, parameters: Set[int]) -> None:
         """Forget parameters; a tile of which nothing is left gives its memory back."""
         for parameter in parameters:
+            self.ranges.pop(parameter, None)
             for tile, segment in self.parts.pop(parameter, ()):
                 self.speculator.void(tile)
                 if segment.arrivals > 0 and tile.forget(segment) == 0:
@@ -244,8 +245,8 @@ class Tier:
             tile.parcel.begin()
 
     def output_slot(self, tile: Tile, own: bool = True) -> Slot | None:
-        """Return the slot in which a tile's new parameters travel, if they do. ``own``: whether the tile's slot is
-        still its own: where tiles share a few, it is until other tiles are filled."""
+        """Return the slot in which a tile's new parameters travel, if they do. ``own``: False if other tiles may have
+        been filled since, where tiles share slots."""
         if not self.streams.publishes or (own and tile.outputs_fit):
             return tile.slot
         slot = self._ring.next()
