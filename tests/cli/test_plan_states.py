@@ -91,7 +91,10 @@ def test_what_does_not_fit_is_told_which_format_would(cli):
     little = ("--gpu", "h200", "--host-memory", "45GB", "--device-memory", "40GB", "--stage", "0", "--no-stream")
     shape = ("--hidden-size", "4096", "--intermediate-size", "16384", "--layers", "20", "--heads", "32")
     refused = cli("plan", *shape, *little, "--seq-len", "256").refused()
-    assert "try --states bf16 (stage 0, offload" in refused and "then fits), more devices" in refused
+    assert (
+        "try --states bf16 (stage 0, offload" in refused
+        and "then fits), more memory on each host (--host-memory), more devices" in refused
+    )
     assert cli("plan", *shape, *little, "--seq-len", "256", "--states", "bf16").code == 0
 
 

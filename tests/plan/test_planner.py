@@ -90,7 +90,8 @@ def test_where_activations_are_too_large_smaller_batches_are_the_advice(staged: 
     small = replace(machine(), staged=staged)
     with pytest.raises(DoesNotFit, match=r"try a smaller --batch-size or --seq-len, --activation-ch"):
         plan(SMALL, small, Job(seq_len=1 << 30))
-    with pytest.raises(DoesNotFit, match=r"try more devices"):
+    words = "more devices" if staged else r"more memory on each host \(--host-memory\), more devices"
+    with pytest.raises(DoesNotFit, match=f"try {words}"):
         plan(SMALL, replace(small, host_bytes=1000, device_bytes=1000), Job(seq_len=1))
 
 

@@ -572,8 +572,9 @@ def test_what_cannot_be_streamed_is_refused_by_name(kind: str) -> None:
 
 
 def test_a_device_that_is_no_accelerator_is_refused() -> None:
-    with pytest.raises(ValueError, match="and cpu is none of this machine"):
-        stream(Network(), "cpu")
+    for device in ("cpu", "meta", "nonsense:3", None):
+        with pytest.raises(ValueError, match=f"and {device} is none of this machine"):
+            stream(Network(), device)  # type: ignore[arg-type]
 
 
 def test_what_happens_to_a_streamed_model_is_seen() -> None:

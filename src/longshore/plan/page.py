@@ -99,8 +99,9 @@ def head(plan: Plan) -> Iterator[str]:
     yield "spares: the share of tiles that can be stepped ahead; ratio: the share of the state that is on the host"
     if any(each.choice.streams for each in plan.candidates):
         yield "streamed: parameters rest on the host, and are copied to the device unit by unit as they are used"
+    ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks"
     yield (
-        f"{tokens_a_step(plan):,} tokens a step: {machine.ranks} ranks x {job.accumulation} backwards x "
+        f"{tokens_a_step(plan):,} tokens a step: {ranks} x {job.accumulation} backwards x "
         f"{job.batch_size} sequences x {job.seq_len} tokens"
     )
     if job.state_format is not StateFormat.FP32:

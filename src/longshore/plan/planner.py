@@ -237,6 +237,8 @@ class Planner:
         # Without devices, activations are on the host, for each of its ranks.
         missing = nearest.missing_device if machine.staged else nearest.missing_host / machine.ranks_per_host
         advice = "more devices (--gpus, --hosts), a smaller model"
+        if nearest.missing_host > 0:
+            advice = f"more memory on each host (--host-memory), {advice}"
         if 0 < missing < nearest.bytes.device_estimates["activations"]:
             again = "" if self.job.checkpointing else ", --activation-checkpointing"
             advice = f"a smaller --batch-size or --seq-len{again}, or {advice}"

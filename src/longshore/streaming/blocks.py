@@ -119,9 +119,10 @@ class Block:
         hooked = (name for name, each in named if each._backward_hooks or each._backward_pre_hooks)
         of_all = bool(_every_module._global_backward_hooks or _every_module._global_backward_pre_hooks)
         return LongshoreError(
-            f"{('every module' if of_all else next(hooked)) or 'the model'} has a full backward hook, which would not "
-            "find the gradients of parameters in .grad: those of a streamed model come to the host while backward goes "
-            "on. Remove the hook, and use parameter.register_post_accumulate_grad_hook(...) for gradients of "
+            f"{('every module' if of_all else next(hooked)) or 'the model'} has a full backward hook, or one before "
+            "its backward, which would not find the gradients of parameters in .grad: those of a streamed model come "
+            "to the host while backward goes on. Remove the hook, and use "
+            "parameter.register_post_accumulate_grad_hook(...) for gradients of "
             "parameters, or output.register_hook(...) for those of what a module returns"
         )
 

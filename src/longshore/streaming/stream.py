@@ -319,17 +319,13 @@ def stream(
     if not isinstance(model, nn.Module):
         raise TypeError(f"longshore.stream takes a torch.nn.Module, not {type(model).__name__}")
     require("longshore.stream")
-    device = torch.device(device)
-    if not is_accelerator(device):
-        raise ValueError(
-            f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine: leave it out "
-            "where the model trains on the CPU, in whose memory it rests anyway; longshore plan --stream --gpu "
-            "NAME says what it would do there, and make demo in the repository streams to a simulated device"
-        )
+    device = _accelerator(device)
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if streams_of(model.parameters()):
-        raise LongshoreError(f"{type(model).__name__} is streamed already; call close() of its stream first")
+    if found := streams_of(model.parameters()):
+        inside = [name for name, each in model.named_modules() if name and found[0]._model is each]
+        which = f"{type(model).__name__} is" if not inside else f"{inside[0]}, a module of {type(model).__name__}, is"
+        raise LongshoreError(f"{which} streamed already; call close() of its stream first")
     check_parameters(model)
     units = units_of(model, blocks, "blocks")
     if not units:
@@ -341,6 +337,20 @@ def stream(
     check_checkpoint(model, checkpoint)
     wait_for_scales()
     return Stream(model, device, units, checkpoint)
+
+
+def _accelerator(device: object) -> torch.device:
+    """Return an accelerator of this machine; raise ValueError for anything else."""
+    found = None
+    with contextlib.suppress(TypeError, RuntimeError):  # a number without an accelerator; a word that torch lacks
+        found = torch.device(device)  # pyright: ignore[reportArgumentType]
+    if found is None or not is_accelerator(found):
+        raise ValueError(
+            f"longshore.stream copies parameters to an accelerator, and {device} is none of this machine: leave it out "
+            "where the model trains on the CPU, in whose memory it rests anyway; longshore plan --stream --gpu "
+            "NAME says what it would do there, and make demo in the repository streams to a simulated device"
+        )
+    return found
 
 
 def streams_of(parameters: Iterable[Tensor]) -> list[Stream]:

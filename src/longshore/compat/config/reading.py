@@ -96,7 +96,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise refuse(
-            f"must be JSON, and at {where} it is not: {error.msg}; besides JSON, only comments are allowed"
+            f"must be JSON, and at {where} it is not: {error.msg}; besides JSON, only comments and trailing commas are "
+            "allowed"
         ) from None
     except RecursionError:
         raise refuse("must be JSON of a sensible depth; it is nested too deeply") from None
@@ -205,7 +206,9 @@ class Reading:
             elif key is None and section in _WITH_COMMENTS and _is_comment(name, section):
                 self._comments.append(path)
             elif key is None and not section and _unknown_keys_warn():
-                self.notes.append(f"{self._advice('', name)}. It is ignored, as {UNKNOWN_KEYS}=warn asks")
+                advice = self._advice("", name)
+                end = "" if advice.endswith("?") else "."
+                self.notes.append(f"{advice}{end} It is ignored, as {UNKNOWN_KEYS}=warn asks")
             elif key is None or (of and key.of and of not in key.of):
                 self.problem(path, self._advice(section, name, of), value)
             else:
