@@ -16,7 +16,7 @@ from longshore.tiles.events import (
     STEP_IN_PLACE,
 )
 from longshore.tracing.events import BACKWARD, STEP, STEP_TRACK, Event, exposed_spans, in_order
-from longshore.tracing.trace import summarize
+from longshore.tracing.record import summarize
 
 MS = 1_000_000
 

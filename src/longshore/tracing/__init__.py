@@ -1,6 +1,6 @@
 """Record what happens to each tile, and when: ``longshore.trace``."""
 
 from longshore.tracing.events import Event
-from longshore.tracing.trace import Summary, Trace, annotate, trace
+from longshore.tracing.record import Summary, Trace, annotate, trace
 
 __all__ = ["Event", "Summary", "Trace", "annotate", "trace"]
