@@ -239,7 +239,7 @@ def test_memory_of_a_host_without_devices_is_all_that_a_rank_takes() -> None:
 @pytest.mark.medium
 def test_a_refusal_names_the_format_that_fits() -> None:
     small = machine(**NARROW)
-    with pytest.raises(DoesNotFit, match=r"try --states bf16 \(stage 0, offload then fits\), more devices"):
+    with pytest.raises(DoesNotFit, match=r"try --states bf16 \(stage 0, offload then fits\), more memory on each host"):
         plan(EIGHT, small, Job(1))
     assert plan(EIGHT, small, Job(1, states="bf16")).recommended.choice.offload == "cpu"
     less = machine(host_memory_bytes=64 * GB, device_memory_bytes=60 * GB)
@@ -247,7 +247,7 @@ def test_a_refusal_names_the_format_that_fits() -> None:
         plan(EIGHT, less, Job(1, states="bf16"))
     least = machine(host_memory_bytes=40 * GB, device_memory_bytes=60 * GB)
     for states in FORMATS:
-        with pytest.raises(DoesNotFit, match="try more devices"):
+        with pytest.raises(DoesNotFit, match=r"try more memory on each host \(--host-memory\), more devices"):
             plan(EIGHT, least, Job(1, states=states))
 
 
