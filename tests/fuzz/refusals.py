@@ -36,7 +36,8 @@ REFUSALS = {
     "copied while streamed": r"is streamed, and a copy would stream the parameters of this one",
     "replaced while streamed": r"was replaced after longshore\.stream",
     "class and method changed at once": r"was replaced after longshore\.stream\(\.\.\.\), and its class got another",
-    "full backward hook while streamed": r"has a full backward hook, or one before its backward, which would not find",
+    "full backward hook while streamed": r"has a full backward hook, or one before its backward, which "
+    r"would not find the gradients",
     "written in a hook of a streamed model": r"was written to in a hook of a module inside",
     "written since a forward that is computed again": r"been modified by an inplace operation since forward",
     "added while streamed": r"came after longshore\.stream",

@@ -79,7 +79,8 @@ def _halve(module: nn.Module, *_: Any) -> None:
 def test_hooks_that_run_in_backward_are_refused_where_gradients_are_not_there_yet(place: str, kind: str) -> None:
     _, model = pair()
     handle = getattr(PLACES[place](model), kind)(_halve)
-    with pytest.raises(LongshoreError, match="full backward hook, or one before its backward, which would not"):
+    words = "full backward hook, or one before its backward, which would not find the gradients"
+    with pytest.raises(LongshoreError, match=words):
         model(batch())
     with torch.no_grad():
         model(batch())  # nothing goes backward

@@ -292,7 +292,8 @@ def test_a_method_that_is_not_forward_calls_modules() -> None:
 def test_streams_inside_of_one_another_are_refused() -> None:
     model = Network()
     handle = longshore.stream(model.blocks, device_type(), blocks=["Block"])
-    with pytest.raises(LongshoreError, match=r"^blocks, a module of Network, is streamed already; call close"):
+    words = r"^blocks, a module of Network, is streamed already; call close\(\) of its stream first"
+    with pytest.raises(LongshoreError, match=words):
         longshore.stream(model, device_type())
     handle.close()
     handle = longshore.stream(model, device_type())

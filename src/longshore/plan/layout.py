@@ -53,11 +53,6 @@ class RankLayout:
         return self.host if self.choice.offload == "cpu" or not self.staged else self.device
 
     @property
-    def publishes(self) -> bool:
-        """Whether new values of parameters are copied to a device."""
-        return self.staged and not self.choice.streams
-
-    @property
     def transforms_on_host(self) -> bool:
         """Whether matrices are transformed on the host, though the model computes on a device: where one rank's
         parameters rest."""

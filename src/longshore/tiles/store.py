@@ -500,13 +500,9 @@ class TileStore:
             tier.close()
 
     def release(self) -> None:
-        """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then."""
-        self._released = True
-        self._forget_tiles()
-
-    def _forget_tiles(self) -> None:
-        """Drop all tiles with their memory. The parameters stay known; none of them has an element here."""
-        former = self.tier
+        """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then. The
+        parameters stay known; none of them has an element here."""
+        self._released, former = True, self.tier
         self.tier, self.on_device = Tier(self._settings, self._pending_reads), None
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
