@@ -356,14 +356,14 @@ MUTANTS = [
     Mutant(
         "accumulators that nobody uses are kept",
         "Tier.end_step",
-        "self.accumulators.trim()",
+        "self.sums.trim()",
         "",
         (STORE,),
     ),
     Mutant(
         "accumulators are not given back",
         "Tier.end_window",
-        "self.accumulators.give_back(accumulator)",
+        "self.sums.give_back(sums)",
         "pass",
         (STORE,),
     ),
@@ -614,8 +614,8 @@ MUTANTS = [
     ),
     Mutant(
         "the ring has one slot",
-        "SlotRing.next",
-        "self._slots.rotate(-1)",
+        "Slots.next",
+        "self._passing.rotate(-1)",
         "",
         (STORE,),
     ),

@@ -230,7 +230,7 @@ def test_host_memory_is_that_of_master_and_momentum() -> None:
         numels[tile.arrays.of_matrices] += tile.layout.buffer_numel
     assert optimizer.host_bytes()["state"] == 8 * numels[True] + 12 * numels[False]
     largest = max(each.numel() for each in (model.qkv.weight, model.experts, model.tall.weight))
-    assert optimizer.host_bytes()["staging"] - tier._ring.allocated_bytes == 2 * 2 * largest
+    assert optimizer.host_bytes()["staging"] - tier.slots.passing_bytes == 2 * 2 * largest
 
 
 @pytest.mark.parametrize("kind", ["in_place", "copied_and_released"])

@@ -369,7 +369,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pair.ahead._core.store.tier.accumulators, "trim", fail)
+        patched.setattr(pair.ahead._core.store.tier.sums, "trim", fail)
         patched.setattr("longshore.tiles.in_place.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()

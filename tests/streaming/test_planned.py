@@ -81,7 +81,7 @@ def test_memory_of_gradients_on_the_host(release: bool, monkeypatch: pytest.Monk
     model = nn.Sequential(blocks, nn.Linear(33, 5)).bfloat16()
     device = torch.device(device_type())
     handle = longshore.stream(model, device)
-    monkeypatch.setattr("longshore.transfer.pinned.allocate_pinned", counted)
+    monkeypatch.setattr("longshore.transfer.host_memory.allocate_pinned", counted)
     optimizer = longshore.AdamW(model.parameters(), release_gradients=release)
     for _ in range(4):
         model(torch.ones(3, 33, device=device, dtype=torch.bfloat16)).float().sum().backward()

@@ -314,13 +314,13 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     arrivals = all_parameters(training, 3)
     gradients = training.gradients(arrivals)
     failures: list[BaseException] = []
-    take = training.store.tier.accumulators.take
+    take = training.store.tier.sums.take
 
     def slowly(kind: Any) -> Any:
         time.sleep(0.005)  # the others find that the tile has none
         return take(kind)
 
-    monkeypatch.setattr(training.store.tier.accumulators, "take", slowly)
+    monkeypatch.setattr(training.store.tier.sums, "take", slowly)
 
     def bring(first: int) -> None:
         try:
@@ -508,7 +508,7 @@ def test_a_failure_in_the_middle_breaks_the_store(
     with monkeypatch.context() as patch:
         # The seventh: in the bookkeeping, when every tile is stepped already.
         owner, name, at = (
-            (training.store.kernels, "step_tile", call) if call < 7 else (training.store.tier.accumulators, "trim", 1)
+            (training.store.kernels, "step_tile", call) if call < 7 else (training.store.tier.sums, "trim", 1)
         )
         calls = fail_at(patch, owner, name, at, failure())
         with pytest.raises(failure):
@@ -677,7 +677,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["staging"] == 2 * 64
     training.window({0: 1, 1: 1})
-    old_block = weakref.ref(store.tier._ring.next()._buffer)
+    old_block = weakref.ref(store.tier.slots.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
     assert store.host_bytes()["staging"] == 3 * 4 * align(100)
     gc.collect()

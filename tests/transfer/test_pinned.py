@@ -12,9 +12,9 @@ import torch
 import longshore
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
-from longshore.tiles.memory import cut_slots
+from longshore.tiles.slots import cut_slots
 from longshore.transfer import CopyStreams
-from longshore.transfer.pinned import PinnedPool, allocate_pinned
+from longshore.transfer.host_memory import PinnedPool, allocate_pinned
 
 
 class Runtime:
@@ -107,7 +107,9 @@ def test_torchs_allocator_is_used_where_the_driver_pins_nothing_that_exists(
         asked.append((*size, pin_memory))
         return zeros(*size, **options)
 
-    monkeypatch.setattr("longshore.transfer.pinned.torch", types.SimpleNamespace(**{**vars(torch), "zeros": recorded}))
+    monkeypatch.setattr(
+        "longshore.transfer.host_memory.torch", types.SimpleNamespace(**{**vars(torch), "zeros": recorded})
+    )
     assert allocate_pinned(1000).shape == (1000,)
     gc.collect()
     assert asked == [(1000, True)] and runtime.pinned == {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longshore.tiles.memory import allocate_zeros
 from longshore.transfer import SimulatedTransfer, copy_on_fork
-from longshore.transfer.private import private_block
+from longshore.transfer.host_memory import private_block
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 NUM_BYTES = 16 << 20
@@ -61,7 +61,7 @@ def test_memory_that_is_ordinary_again_is_copied(memory: Tensor) -> None:
 
 
 def test_a_kernel_that_cannot_wipe_leaves_the_child_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.transfer.private._MADV_WIPEONFORK", -1)
+    monkeypatch.setattr("longshore.transfer.host_memory._MADV_WIPEONFORK", -1)
     memory = allocate_zeros(NUM_BYTES // 4).fill_(7)
     with sleeping_child() as child:
         assert memory_at(memory.data_ptr(), child) == {}

@@ -17,8 +17,9 @@ from longshore.kernels import Kernels
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
-from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
+from longshore.tiles.memory import BufferKind, BufferPool
 from longshore.tiles.parcels import Entry, Parcel, Waiting
+from longshore.tiles.slots import Slot, cut_slots
 from longshore.tiles.tile import Segment, Tile
 from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
@@ -52,14 +53,14 @@ class Arrivals:
     Args:
         streams: copies them.
         kernels: add them.
-        accumulators: pool for the sums.
+        sums: memory for the sums.
         worker: runs the additions.
     """
 
-    def __init__(self, streams: CopyStreams, kernels: Kernels, accumulators: BufferPool, worker: JobRunner) -> None:
+    def __init__(self, streams: CopyStreams, kernels: Kernels, sums: BufferPool, worker: JobRunner) -> None:
         self._streams = streams
         self._kernels = kernels
-        self._accumulators = accumulators
+        self._sums = sums
         self._worker = worker
         self._landing_bytes = 0
         self._landing: deque[Slot] = deque()
@@ -137,10 +138,10 @@ class Arrivals:
         return handles
 
     def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
-        if tile.accumulator is None:
-            accumulator = self._accumulators.take(BufferKind(tile.layout.buffer_numel, 1))
-            assert isinstance(accumulator, Tensor)
-            tile.accumulator = accumulator
+        if tile.sums is None:
+            sums = self._sums.take(BufferKind(tile.layout.buffer_numel, 1))
+            assert isinstance(sums, Tensor)
+            tile.sums = sums
         addition = _Addition(tile, segment, entry, tile.window)
         try:
             if self._landing_bytes:
@@ -179,8 +180,8 @@ class Arrivals:
 
     def _add_now(self, addition: _Addition) -> None:
         tile, segment, copied = addition.tile, addition.segment, addition.copied
-        assert tile.accumulator is not None
-        total = tile.accumulator[0, segment.layout.in_buffer]
+        assert tile.sums is not None
+        total = tile.sums[0, segment.layout.in_buffer]
         if copied is None:
             if tile.slot is not None and not segment.summed:  # which frees the tile's slot
                 self._kernels.accumulate(total, segment.wait(), add=False)

@@ -1,10 +1,9 @@
-"""Memory for optimizer state and accumulators, on the host or on a device, and slots for the copy engine."""
+"""Memory for optimizer state and for sums of gradients, on the host or on a device."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.errors import HostMemoryError
 from longshore.kernels import Buffer, EncodedBuffer, format_of, master_of, new_buffer, read_state
 from longshore.layout.formats import NEVER_NEGATIVE, StateFormat
-from longshore.layout.tiles import SegmentLayout, padded_bytes
-from longshore.transfer import Copy, CopyStreams, allocate_private
-
-_LARGEST_BLOCK_BYTES = 1 << 30
+from longshore.transfer import allocate_private
 
 
 def allocate_zeros(numel: int) -> Tensor:
@@ -121,7 +117,7 @@ class BufferPool:
     their own masters, the states alone.
 
     A buffer that comes back is handed out again with its contents: the caller writes all elements that it reads, or
-    asks for zeros. Accumulators, the float32 sums of tiles with several gradients in a window, have one array.
+    asks for zeros. The sums of a tile with several gradients in a window are float32 and have one array.
 
     Args:
         allocate: makes flat zeros; see :func:`allocator_on`.
@@ -198,69 +194,3 @@ class BufferPool:
             self._sorts.discard(sort)
             free = [*self._free.pop(sort, ()), *self._idle.pop(sort, ())]
             self.allocated_bytes -= sum(buffer.nbytes for buffer in free)
-
-
-class Slot:
-    """Host memory between the copy streams: gradients come in, and new parameters go out."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self.last_publish: Copy | None = None
-        """The copy that last read the slot; the next copy into the slot has to wait for it."""
-
-    def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
-        """Return the elements of a tile's segment as ``dtype``."""
-        return self._buffer.view(dtype)[segment.buffer_offset : segment.buffer_offset + segment.numel]
-
-    def view_of_run(self, dtype: torch.dtype, run: Sequence[SegmentLayout]) -> tuple[Tensor, list[int]]:
-        """Return the elements of neighbors as ``dtype``, and the first element of each there."""
-        first, last = run[0].buffer_offset, run[-1].buffer_offset + run[-1].numel
-        return self._buffer.view(dtype)[first:last], [segment.buffer_offset - first for segment in run]
-
-
-def cut_slots(streams: CopyStreams, sizes: Sequence[int]) -> tuple[list[Slot], int]:
-    """Make one slot for each size in bytes, at a multiple of 64 bytes; return the slots and the bytes allocated.
-
-    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made together with tiles. They
-    are packed into blocks close to a power of two, to which torch's pinned allocator rounds up; it is needed where the
-    driver cannot pin memory that exists already.
-    """
-    slots: list[Slot] = []
-    allocated_bytes = remaining = sum(padded_bytes(size) for size in sizes)
-    while len(slots) < len(sizes):
-        capacity = min(1 << (remaining.bit_length() - 1), _LARGEST_BLOCK_BYTES) if remaining else 0
-        packed, block_bytes = [], 0
-        for size in sizes[len(slots) :]:
-            if packed and block_bytes + padded_bytes(size) > capacity:
-                break
-            packed.append((block_bytes, size))
-            block_bytes += padded_bytes(size)
-        block = streams.allocate(block_bytes)
-        slots += [Slot(block[start : start + size]) for start, size in packed]
-        remaining -= block_bytes
-    return slots, allocated_bytes
-
-
-class SlotRing:
-    """Slots of one size, used in turn; the caller of :meth:`next` waits for the slot's ``last_publish``."""
-
-    def __init__(self, streams: CopyStreams) -> None:
-        self.allocated_bytes = 0
-        self._streams = streams
-        self._slot_bytes = 0
-        self._slots: deque[Slot] = deque()
-
-    def grow(self, slot_bytes: int, count: int) -> None:
-        """Make sure that there are at least ``count`` slots of at least ``slot_bytes`` each."""
-        if slot_bytes > self._slot_bytes:
-            # The old slots are freed before the new ones are made.
-            self._streams.synchronize()
-            count = max(count, len(self._slots))
-            self._slot_bytes, self._slots, self.allocated_bytes = slot_bytes, deque(), 0
-        slots, added_bytes = cut_slots(self._streams, [self._slot_bytes] * (count - len(self._slots)))
-        self._slots.extend(slots)
-        self.allocated_bytes += added_bytes
-
-    def next(self) -> Slot:
-        self._slots.rotate(-1)
-        return self._slots[0]

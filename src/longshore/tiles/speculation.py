@@ -21,7 +21,8 @@ from longshore.layout.tiles import padded_bytes
 from longshore.tiles.bets import Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
-from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
+from longshore.tiles.memory import BufferKind, BufferPool
+from longshore.tiles.slots import Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import CopyStreams, wait_for_all

@@ -394,7 +394,7 @@ class TileStore:
             self._drain()
             for tier in self.tiers:
                 tier.end_window(tier.tiles, TileEvent.LOAD)
-                tier.accumulators.trim()
+                tier.sums.trim()
                 tier.speculator.end_window(tier.tiles, None)
             self._failure = self.broken = None
 

@@ -20,7 +20,8 @@ from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import NO_RECORDER, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
-from longshore.tiles.memory import BufferPool, PendingReads, Slot, SlotRing, allocator_on, cut_slots
+from longshore.tiles.memory import BufferPool, PendingReads, allocator_on
+from longshore.tiles.slots import Slot, Slots
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
@@ -74,16 +75,14 @@ class Tier:
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
         """For each parameter, its tiles in this tier, and its segments in them."""
-        self._slot_bytes = 0
-        self._ring = SlotRing(streams)
-        """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
+        self.slots = Slots(streams)
         memory = allocator_on(kernels.device)
         self.buffers = BufferPool(memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
-        self.accumulators = BufferPool(memory)
+        self.sums = BufferPool(memory)
         self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), streams.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
-        self.arrivals = Arrivals(streams, kernels, self.accumulators, self.worker)
+        self.arrivals = Arrivals(streams, kernels, self.sums, self.worker)
         ahead = speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
@@ -108,22 +107,19 @@ class Tier:
                 self.parts[parameter].append((tile, segment))
         if not added or not self.streams.staged:
             return
-        publishes = self.streams.publishes
-        passing = [
-            tile.output_bytes for tile in added if not self.hold_gradients or (publishes and not tile.outputs_fit)
+        shared = [
+            tile for tile in added if not self.hold_gradients or (self.streams.publishes and not tile.outputs_fit)
         ]
         if self.hold_gradients:
-            sizes = [tile.layout.buffer_numel * tile.gradient_dtype.itemsize for tile in added]
-            slots, slot_bytes = cut_slots(self.streams, sizes)
-            self._slot_bytes += slot_bytes
-            for tile, slot in zip(added, slots, strict=True):
+            sizes = [tile.gradient_bytes for tile in added]
+            for tile, slot in zip(added, self.slots.own(sizes), strict=True):
                 tile.slot = slot
             self.arrivals.make_slots(max(sizes))
         else:
             for tile in self.tiles:
-                tile.slot = None  # the ring may free it
-        if passing:
-            self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
+                tile.slot = None  # growing may free it
+        if shared:
+            self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
         """See :meth:`TileStore.set_states`; no work may be under way."""
@@ -158,7 +154,7 @@ class Tier:
             if tile.buffer is not None:
                 self.buffers.give_back(tile.buffer)
             if tile.slot is not None and self.hold_gradients:
-                self._slot_bytes -= padded_bytes(tile.layout.buffer_numel * tile.gradient_dtype.itemsize)
+                self.slots.own_bytes -= padded_bytes(tile.gradient_bytes)
             tile.buffer = tile.slot = None
         self.tiles = [tile for tile in self.tiles if tile not in gone]
         self.buffers.clear()
@@ -174,7 +170,7 @@ class Tier:
         return recorder
 
     def state_bytes(self) -> dict[str, int]:
-        """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
+        """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, sums."""
         arrived = 0
         for tile in self.tiles if not self.streams.staged else ():
             for segment in tile.segments.values():
@@ -183,10 +179,10 @@ class Tier:
                     arrived += gradient.nbytes
         return {
             "state": self.buffers.allocated_bytes,
-            "gradients": self._slot_bytes + arrived,
+            "gradients": self.slots.own_bytes + arrived,
             "spares": self.speculator.spare_bytes,
-            "staging": self._ring.allocated_bytes + self.arrivals.slot_bytes + self.matrix_memory.num_bytes,
-            "accumulators": self.accumulators.allocated_bytes,
+            "staging": self.slots.passing_bytes + self.arrivals.slot_bytes + self.matrix_memory.num_bytes,
+            "accumulators": self.sums.allocated_bytes,
         }
 
     # -- gradients ------------------------------------------------------------
@@ -235,7 +231,7 @@ class Tier:
     def fill(self, tile: Tile, active: Active, ready: Sequence[Mark]) -> None:
         """Bring the gradients of a tile that are not on their way yet, and are there once ``ready`` is reached."""
         if self.streams.staged and not self.hold_gradients:
-            tile.slot = self._ring.next()
+            tile.slot = self.slots.next()
         active.sort(key=lambda pair: pair[0].layout.buffer_offset)
         for segment, step in active:
             if step.gradient is not None:
@@ -249,7 +245,7 @@ class Tier:
         been filled since, where tiles share slots."""
         if not self.streams.publishes or (own and tile.outputs_fit):
             return tile.slot
-        slot = self._ring.next()
+        slot = self.slots.next()
         if slot.last_publish is not None:
             slot.last_publish.wait()  # the kernel writes at once, on no stream
         return slot
@@ -258,16 +254,16 @@ class Tier:
         """End the window that was stepped with ``scale``, also for tiles with gradients that were not stepped."""
         self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
-        self.accumulators.trim()
+        self.sums.trim()
         self.speculator.end_window(self.tiles, scale)
 
     def end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
         for tile in tiles:
             tile.move(event)
             self.speculator.drop(tile)
-            accumulator = tile.end_window(event is TileEvent.PUBLISHED)
-            if accumulator is not None:
-                self.accumulators.give_back(accumulator)
+            sums = tile.end_window(event is TileEvent.PUBLISHED)
+            if sums is not None:
+                self.sums.give_back(sums)
 
     def close(self) -> None:
         self.worker.close()

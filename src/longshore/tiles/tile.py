@@ -16,8 +16,9 @@ from longshore.kernels import Buffer, HostRule, Outputs, TileSegment, take_array
 from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
 from longshore.layout.tiles import SegmentLayout, TileLayout
 from longshore.tiles.events import NO_RECORDER, STEP_IN_PLACE, Recorder
-from longshore.tiles.memory import BufferKind, BufferPool, Slot
+from longshore.tiles.memory import BufferKind, BufferPool
 from longshore.tiles.parcels import Parcel
+from longshore.tiles.slots import Slot
 from longshore.transfer import Copy
 
 
@@ -111,7 +112,7 @@ class Segment:
         """The gradient that arrived, or the sum of several; complete once ``handle`` is done."""
         self.handle: Copy | None = None
         self.summed = False
-        """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
+        """Whether ``gradient`` is the float32 sum in the tile's memory for sums."""
 
     def part_of(self, values: Tensor) -> Tensor:
         """Return a view of the segment's range of ``values``, which has a value for each element of the parameter."""
@@ -119,7 +120,7 @@ class Segment:
         return values if numel == values.numel() else values[offset : offset + numel]
 
     def sum_is(self, total: Tensor) -> None:
-        """Set the gradient to a sum in the tile's accumulator."""
+        """Set the gradient to a sum in the tile's memory for sums."""
         self.summed, self.gradient, self.handle = True, total, None
 
     def wait(self) -> Tensor:
@@ -195,6 +196,7 @@ class Tile:
         }
         self._small = [segment for segment in self.segments.values() if segment.layout.small]
         self.output_bytes = layout.buffer_numel * dtype.itemsize
+        self.gradient_bytes = layout.buffer_numel * gradient_dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
         """Whether new parameters can replace their gradients in memory, element by element."""
         self.slot: Slot | None = None
@@ -217,7 +219,8 @@ class Tile:
         """Number of small segments that expect gradients in this window; all, if it is not known."""
         self.parcel: Parcel | None = None
         """The small gradients of this window that arrived last, to be copied together."""
-        self.accumulator: Tensor | None = None
+        self.sums: Tensor | None = None
+        """Sums of several gradients, float32 ``[1, buffer_numel]``."""
         self.spare: Buffer | None = None
         """The buffer that a step ahead of the verdict has written."""
 
@@ -298,8 +301,8 @@ class Tile:
 
     def queued_gradient(self, segment: Segment) -> Tensor:
         """Return the segment's gradient, or the sum of several, which is valid once its queued jobs are done."""
-        if segment.arrivals > 1 and self.accumulator is not None:
-            return self.accumulator[0, segment.layout.in_buffer]
+        if segment.arrivals > 1 and self.sums is not None:
+            return self.sums[0, segment.layout.in_buffer]
         assert segment.gradient is not None
         return segment.gradient
 
@@ -342,7 +345,7 @@ class Tile:
             spares.give_back(spare)
 
     def end_window(self, stepped: bool) -> Tensor | None:
-        """End the window, and return its accumulator. If it was stepped, the next one is expected to be like it."""
+        """End the window, and return its sums. If it was stepped, the next one is expected to be like it."""
         for segment in self.segments.values():
             if stepped:
                 segment.expected = segment.arrivals
@@ -352,5 +355,5 @@ class Tile:
         self._count_missing()
         self.window += 1
         self.version += 1
-        accumulator, self.accumulator = self.accumulator, None
-        return accumulator
+        sums, self.sums = self.sums, None
+        return sums

@@ -7,8 +7,7 @@ import torch
 from longshore.accelerator import is_accelerator
 from longshore.transfer.copy_stream import Bundle, Copy, CopyStream, CopyStreams, FinishedCopy, wait_for_all
 from longshore.transfer.device import DeviceCopy, DeviceCopyStream, DeviceFetch, DeviceStreams
-from longshore.transfer.pinned import PinnedPool, allocate_pinned, part_of
-from longshore.transfer.private import allocate_private, copy_on_fork
+from longshore.transfer.host_memory import PinnedPool, allocate_pinned, allocate_private, copy_on_fork, part_of
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [

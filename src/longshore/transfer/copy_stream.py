@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import DeviceClock, Mark
-from longshore.transfer.private import allocate_private
+from longshore.transfer.host_memory import allocate_private
 
 _copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # one kernel for many small tensors
 

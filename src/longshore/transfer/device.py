@@ -22,7 +22,7 @@ from longshore.transfer.copy_stream import (
     copy_now,
     whole_of,
 )
-from longshore.transfer.pinned import allocate_pinned
+from longshore.transfer.host_memory import allocate_pinned
 
 
 class DeviceHandle(Copy):
