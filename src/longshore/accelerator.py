@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,10 +29,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def make_current(device: torch.device) -> None:
-    """Make ``device`` the current one of this thread; nothing, if it is the CPU. In a new thread it is the first one,
-    where every use of the current device would open a context, which takes memory, also for a rank of another one."""
+    """Make ``device`` the current one of this thread, which is one of ours; nothing, if it is the CPU. In a new thread
+    it is the first one, where every use of the current device would open a context, which takes memory, also for a rank
+    of another one."""
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+        let_others_capture(device)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -48,6 +53,40 @@ def is_capturing(device: torch.device) -> bool:
         return False
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether graphs of ``device`` may have been captured in this process: by ``torch.compile``, or by
+    ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables``. A replay writes the same memory again, also while
+    tensors of it are in use."""
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        return True
+    graph = getattr(torch.get_device_module(device), "graph", None) if device.type != "cpu" else None
+    return getattr(graph, "default_capture_stream", None) is not None
+
+
+_lets_capture = threading.local()
+
+
+def let_others_capture(device: torch.device) -> None:
+    """Let other threads capture graphs of ``device`` while this one asks whether events are reached.
+
+    CUDA takes a capture for one of the whole process unless it is told otherwise (``capture_error_mode``), and ends it
+    with an error when any thread asks. A thread that takes part in no capture may say that it is none of its business.
+    """
+    if device.type != "cuda" or getattr(_lets_capture, "says_so", False):
+        return
+    _lets_capture.says_so = True
+    runtime, prefix = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", "cuda"
+    if torch.version.hip is not None:
+        runtime, prefix = "libamdhip64.so", "hip"
+    mode = ctypes.c_int(_OF_THIS_THREAD)
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere there is no such library
+        getattr(ctypes.CDLL(runtime), f"{prefix}ThreadExchangeStreamCaptureMode")(ctypes.byref(mode))
+
+
+_OF_THIS_THREAD = 1
+"""``cudaStreamCaptureModeThreadLocal``."""
 
 
 @contextlib.contextmanager

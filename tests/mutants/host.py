@@ -626,4 +626,18 @@ MUTANTS = [
         "block = kind(-1, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)",
         (MEMORY,),
     ),
+    Mutant(
+        "parts of a slab that are given again keep their values",
+        "_Slabs.take",
+        "return self._part(block, begin, size)[:num_bytes].zero_()",
+        "return self._part(block, begin, size)[:num_bytes]",
+        ("tests/transfer/test_private.py",),
+    ),
+    Mutant(
+        "a slab is used beyond its last whole huge page",
+        "_Slabs.take",
+        "block is None or self._end + size > self._limit",
+        "block is None",
+        ("tests/transfer/test_private.py",),
+    ),
 ]

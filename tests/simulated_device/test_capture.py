@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from streaming.test_chaos import delays
 from torch import nn
 
 import longshore
@@ -68,3 +72,49 @@ def test_a_backward_that_leaves_gradients_on_the_device_may_be_captured(monkeypa
         patched.setattr(device_module, "capturing", True)
         backward(model)
     optimizer.step()
+
+
+class Replayed(torch.autograd.Function):
+    """A product whose backward writes the gradient to memory that the next one writes again, as a graph's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, memory)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, memory = ctx.saved_tensors
+        return None, torch.mm(x.t(), gradients[0], out=memory).detach(), None
+
+
+def accumulated(device: str) -> list[torch.Tensor]:
+    """Return weights after steps of three backwards each, which torch adds outside of ``.grad`` on the CPU."""
+    torch.manual_seed(1)
+    weights = [nn.Parameter(torch.randn(32, 32).to(device)) for _ in range(4)]
+    memory = [torch.empty(32, 32, device=device) for _ in weights]
+    ours = longshore.AdamW(weights, lr=0.01, release_gradients=device != "cpu")
+    for _ in range(3):
+        for _ in range(3):
+            x = torch.randn(8, 32).to(device)
+            for weight, place in zip(weights, memory, strict=True):
+                before = None if device != "cpu" or weight.grad is None else weight.grad.clone()
+                weight.grad = weight.grad if device != "cpu" else None
+                Replayed.apply(x, weight, place).sum().backward()  # pyright: ignore
+                if device == "cpu":
+                    assert weight.grad is not None
+                    weight.grad = weight.grad.clone() if before is None else before + weight.grad
+        ours.step()
+        ours.zero_grad()
+    return [weight.detach().cpu() for weight in weights]
+
+
+def test_gradients_in_memory_that_a_replay_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = accumulated("cpu")
+    monkeypatch.setattr(device_module, "graph", SimpleNamespace(default_capture_stream=object()), raising=False)
+    delays(3, 0, 3000)
+    try:
+        for ours, theirs in zip(accumulated("sim"), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        delays(0, 0, 0)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from longshore.accelerator import has_graphs
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord, has_hooks
@@ -204,6 +205,8 @@ class ReleasedGradients(GradientSource):
             if not isinstance(self.store, TileStore):
                 refuse_compiled_autograd()
             return  # it does not call the first hook, and would add the next gradient to a placeholder
+        if has_graphs(record.device):
+            gradient = gradient.clone()  # a replay may write its memory before it is copied
         self.store.arrive(index, self.found(record, gradient))
         self.produced[index] = self.produced.get(index, 0) + 1
         self._lifted.discard(index)

@@ -5,20 +5,34 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_HUGE_PAGE_BYTES = 2 << 20
+_SMALL_BYTES = 2 << 20
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 """Linux's numbers, which Python's module does not have."""
 _blocks = weakref.WeakSet[mmap.mmap]()
 """All blocks whose contents a forked process does not get."""
 
 Block = TypeVar("Block", bound=mmap.mmap)
+
+
+def _huge_page_bytes() -> int:
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return _SMALL_BYTES
+
+
+_HUGE_PAGE_BYTES = _huge_page_bytes()
+"""2 MiB where pages have 4 KiB; 512 MiB where they have 64 KiB, as on some machines with ARM's CPUs."""
 
 
 def private_block(kind: type[Block], num_bytes: int, wiped: bool = True) -> Block:
@@ -59,11 +73,52 @@ def copy_on_fork(tensors: Iterable[Tensor]) -> None:
                     block.madvise(advice)
 
 
+class _Slabs:
+    """Memory with room for huge pages, of which tensors that are smaller than one are parts. A slab is freed with the
+    last of them; before, a part that is free is handed out again for one of its size."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: Callable[[], mmap.mmap | None] = lambda: None
+        self._end = self._limit = 0
+        """Where the part that was cut last ends in the newest slab, and where the last huge page ends that is whole."""
+        self._free: dict[int, deque[tuple[weakref.ref[mmap.mmap], int]]] = {}
+        """Parts by their size; whichever thread frees one appends it."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return zeros, uint8 ``[num_bytes]``."""
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            free = self._free.setdefault(size, deque())
+            while free:
+                slab, begin = free.pop()
+                if (block := slab()) is not None:
+                    return self._part(block, begin, size)[:num_bytes].zero_()
+            block = self._newest()
+            if block is None or self._end + size > self._limit:
+                block = private_block(mmap.mmap, 2 * _HUGE_PAGE_BYTES)  # one is whole, wherever the block begins
+                self._newest = weakref.ref(block)
+                self._end = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _HUGE_PAGE_BYTES
+                self._limit = self._end + (1 + (self._end == 0)) * _HUGE_PAGE_BYTES
+            begin, self._end = self._end, self._end + size
+            return self._part(block, begin, size)[:num_bytes]
+
+    def _part(self, block: mmap.mmap, begin: int, size: int) -> Tensor:
+        lent = (ctypes.c_ubyte * size).from_buffer(block, begin)
+        weakref.finalize(lent, self._free[size].append, (weakref.ref(block), begin)).atexit = False
+        return torch.frombuffer(lent, dtype=torch.uint8)  # which keeps the object, and that the block
+
+
+_slabs = _Slabs()
+
+
 def allocate_private(num_bytes: int) -> Tensor:
     """Allocate zeros in host memory, uint8 ``[num_bytes]``; see :func:`private_block`, for which small ones are too
     small."""
-    if num_bytes < _HUGE_PAGE_BYTES:
+    if num_bytes < _SMALL_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device
+    if num_bytes < _HUGE_PAGE_BYTES:
+        return _slabs.take(num_bytes)
     return torch.frombuffer(private_block(mmap.mmap, num_bytes), dtype=torch.uint8)
 
 
