@@ -55,6 +55,7 @@ class Schedule:
                 states=states,
                 transfer=dice.choice([delayed, delayed, None]),
                 speculation_memory=dice.choice(["100%", "100%", "50%", "20%"]),
+                accumulate="device" if seed % 4 < 2 else "host",
             ),
         )
         self.optimizers = tuple(

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from longshore.kernels.host import HostKernels
-from longshore.transfer import private
+from longshore.transfer import host_memory
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def without_collector() -> Iterator[None]:
 
 def private_bytes() -> int:
     """Return the bytes of all blocks of states, spares, sums and slots that this process has."""
-    return sum(map(len, private._blocks))
+    return sum(map(len, host_memory._blocks))
 
 
 @contextmanager

@@ -173,6 +173,7 @@ _KEYS = {
         "longshore.cpu_set",
     ),
     "tests/engine/test_speculation.py::test_the_setting_of_the_file": ("longshore.speculation_memory",),
+    "tests/engine/test_device_sums.py::test_the_setting_of_the_file": ("longshore.accumulate",),
     "tests/engine/test_fully_sharded.py::test_wrap_policy": ("longshore.wrap_policy",),
     "tests/compat/test_surface.py::test_leaves_are_gathered_as_a_whole": (
         "zero_optimization.leaf_module.classes",

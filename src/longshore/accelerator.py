@@ -55,6 +55,13 @@ def is_capturing(device: torch.device) -> bool:
     return asked is not None and bool(asked())
 
 
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of ``device`` that tensors of this process have or could have, and the most that they had."""
+    module = torch.get_device_module(device)
+    free_bytes, _ = module.mem_get_info(device)
+    return free_bytes + module.memory_reserved(device), module.max_memory_allocated(device)
+
+
 def has_graphs(device: torch.device) -> bool:
     """Return whether graphs of ``device`` may have been captured in this process: by ``torch.compile``, or by
     ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables``. A replay writes the same memory again, also while

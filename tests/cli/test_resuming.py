@@ -275,7 +275,7 @@ def test_another_order_of_sums(two_ranks, train, text, tmp_path):
 
 
 OF_NO_BIT = {
-    *("plain", "offload", "speculation_memory", "eval_every", "eval_batches", "log_every"),  # of options
+    *("plain", "offload", "speculation_memory", "accumulate", "eval_every", "eval_batches", "log_every"),  # of options
     *(
         "out",
         "overwrite",
@@ -303,7 +303,15 @@ OF_NO_BIT_IN_THE_ENGINE = {
         "reduce_bucket_numel",
         "allgather_bucket_numel",
     ),
-    *("wrap_policy", "leaf_classes", "leaf_names", "leaf_name_suffixes", "gather_on_save", "detect_writes"),
+    *(
+        "wrap_policy",
+        "leaf_classes",
+        "leaf_names",
+        "leaf_name_suffixes",
+        "gather_on_save",
+        "detect_writes",
+        "accumulate",
+    ),
     "compute_grad_norm",
     *("tile_numel", "threads", "cpu_set", "cpu_share", "speculation_memory", "cpu_checkpointing"),
     *("states", "states_seed"),  # they are compared as options

@@ -93,6 +93,13 @@ def test_stepping_ahead_takes_host_memory_and_changes_no_bit(trained, usual, mem
     assert ahead.differing(without) == []
 
 
+@pytest.mark.parametrize("options", [("--release-gradients",), ("--stage", "2")], ids=" ".join)
+def test_where_gradients_are_added_changes_no_bit(trained, usual, options):
+    without = usual("--accumulation", "2", *options)
+    for place in ("device", "host"):
+        assert trained("--accumulation", "2", *options, "--accumulate", place).differing(without) == []
+
+
 def test_norms_do_not_decay(trained):
     """With a rate of 1e-30 only the decay, if its factor lr * weight_decay is large, moves a weight."""
     one = trained("--lr", "1e-30", "--weight-decay", "1e29", "--schedule", "constant")

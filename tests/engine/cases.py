@@ -117,6 +117,7 @@ def engine_of(
         speculation_memory=0 if ahead == "off" else "100%",
         ratio=0.2 if place.endswith("split") else 1.0,
         states=states,
+        accumulate="device" if place == "split" else "auto",
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))

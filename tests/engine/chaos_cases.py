@@ -103,6 +103,7 @@ class Schedule:
             speculation_memory=0 if self.ahead == "off" else self.dice.choice(["50%", "100%"]),
             ratio=0.2 if self.place == "split" else 1.0,
             states=self.states,
+            accumulate="device" if staged and seed % 2 else "auto",
         )
 
     def window(self) -> Window:

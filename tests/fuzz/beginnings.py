@@ -126,6 +126,8 @@ def settings_of(dice: random.Random) -> dict[str, Any]:
             settings["ratio"] = dice.choice([0.0, 0.3, 0.7])
     if dice.random() < 0.2:
         settings["threads"] = 2
+    if "release_gradients" in settings and dice.random() < 0.6:
+        settings["accumulate"] = dice.choice(["device", "device", "host"])
     return settings
 
 

@@ -159,10 +159,18 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
     if failure is not None and ours.streams and _in_backward(failure):
         # Which gradients a backward that raised has brought to the host by then, and whose hooks, only time says.
+        _end_backwards()
         for world in (ours, plain):
             _raised_by(_RECOVERY, world)
             world.count_anew()
     return None
+
+
+def _end_backwards() -> None:
+    """Wait until the device's thread of autograd does nothing: it may still run a backward inside of the one that
+    raised on this thread."""
+    if (device := torch.accelerator.current_accelerator()) is not None:
+        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()
 
 
 def _in_backward(failure: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import ARRIVALS, MEMORY, NORMS, SPECULATION, SPLIT, STEPPING, STORE, WORKER, Mutant
 
 REPEATED = "tests/optim/test_repeated.py"
+DEVICE_SUMS = "tests/tiles/test_device_sums.py"
 
 MUTANTS = [
     Mutant(
@@ -174,22 +175,22 @@ MUTANTS = [
     Mutant(
         "a gradient comes into a slot that is still read",
         "Arrivals._copy",
-        "into, after = (slot.view(tile.gradient_dtype, entry.segment), slot.last_publish)",
-        "into, after = (slot.view(tile.gradient_dtype, entry.segment), None)",
+        "into, after = (slot.view(tile.dtype_in(slot), entry.segment), slot.last_publish)",
+        "into, after = (slot.view(tile.dtype_in(slot), entry.segment), None)",
         (STORE,),
     ),
     Mutant(
         "small gradients come into a slot that is still read",
-        "Arrivals._copy_run",
+        "Arrivals._together",
         "handles = [self._streams.stage(bundle, into, ready, slot.last_publish)]",
         "handles = [self._streams.stage(bundle, into, ready, None)]",
         (STORE, ARRIVALS),
     ),
     Mutant(
         "small gradients travel alone",
-        "Arrivals.bring",
-        "elif tile.slot is None or not entry.travels_with_others:",
-        "elif True:",
+        "Arrivals.copy",
+        "if slot is None or not entry.travels_with_others:",
+        "if True:",
         (ARRIVALS,),
     ),
     Mutant(
@@ -229,7 +230,7 @@ MUTANTS = [
     ),
     Mutant(
         "a full device ends a backward",
-        "Arrivals._copy_run",
+        "Arrivals._together",
         "except torch.OutOfMemoryError:",
         "except ZeroDivisionError:",
         (ARRIVALS,),
@@ -321,8 +322,8 @@ MUTANTS = [
     Mutant(
         "a later arrival is added to a first that is not there yet",
         "Arrivals._add_now",
-        "first = None if segment.summed else segment.wait()",
-        "first = None if segment.summed else segment.gradient",
+        "first = segment.wait()",
+        "first = segment.held()",
         (STORE,),
     ),
     Mutant(
@@ -342,7 +343,7 @@ MUTANTS = [
     Mutant(
         "a later arrival is dropped",
         "Arrivals.bring",
-        "self._queue_addition(tile, segment, entry)",
+        "self._queue_addition(tile, segment, Entry(segment.place, segment.layout, gradient, ready))",
         "pass",
         (STORE,),
     ),
@@ -639,5 +640,70 @@ MUTANTS = [
         "block is None or self._end + size > self._limit",
         "block is None",
         ("tests/transfer/test_private.py",),
+    ),
+    Mutant(
+        "a sum leaves one backward early",
+        "Tier.arrive",
+        "if tile.complete and self.device_sums:",
+        "if self.device_sums:",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "a sum waits for the step",
+        "Tier.arrive",
+        "if tile.complete and self.device_sums:",
+        "if False:",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "gradients of 16 bits are added in 16 bits",
+        "DeviceSums.add",
+        "kept.values = kept.values.float().add_(gradient)",
+        "kept.values = kept.values.add(gradient)",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "a sum on the device begins anew",
+        "DeviceSums.add",
+        "kept.values.add_(gradient)",
+        "kept.values = gradient",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "a gradient stays where a part of its parameter has no memory for sums",
+        "Tier._keep",
+        "all((tile.takes_sums for tile, _ in parts))",
+        "True",
+        ("tests/simulated_device/test_device_sums.py",),
+        on_device=True,
+    ),
+    Mutant(
+        "sums are kept beyond the room",
+        "DeviceSums.has_room",
+        "return self._reserved_bytes + _SUM_BYTES * numel <= self._room_bytes",
+        "return True",
+        ("tests/simulated_device/test_device_sums.py",),
+        on_device=True,
+    ),
+    Mutant(
+        "a gradient that was discarded leaves later",
+        "TileStore.discard",
+        "tier.device_sums.clear() if parameter is None else tier.device_sums.pop(parameter)",
+        "pass",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "a sum that is still on its way gets the next gradient",
+        "Arrivals._add_now",
+        "first = segment.wait()",
+        "first = segment.held() if segment.summed else segment.wait()",
+        (DEVICE_SUMS,),
+    ),
+    Mutant(
+        "memory of sums from the device goes to others",
+        "Tile.end_window",
+        "if self.sum_slot is not None:",
+        "if False:",
+        (DEVICE_SUMS,),
     ),
 ]

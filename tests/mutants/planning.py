@@ -7,7 +7,7 @@ from mutants.mutant import PLAN_MATRICES, PLAN_MEMORY, PLAN_STATES, PLANNER, SIM
 MUTANTS = [
     Mutant(
         "ranks of a host do not add up",
-        "Planner.count",
+        "Planner._count",
         "missing_host = host * machine.ranks_per_host - int(HOST_SHARE * machine.host_bytes)",
         "missing_host = host - int(HOST_SHARE * machine.host_bytes)",
         (PLANNER,),
@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "accumulators are not counted",
         "HomeLayout.memory",
-        "if arrivals > 1:",
+        "if arrivals > 1 and not sums_come:",
         "if False:",
         (PLAN_MEMORY,),
     ),

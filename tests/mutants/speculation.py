@@ -212,8 +212,8 @@ MUTANTS = [
     Mutant(
         "a pass reads the first gradient in place of the sum",
         "Tile.queued_gradient",
-        "if segment.arrivals > 1 and self.sums is not None:",
-        "if segment.summed and self.sums is not None:",
+        "if segment.adding:",
+        "if segment.summed:",
         (SPECULATION,),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def counts(
     bucket_numel: int = 700,
     params: Mapping[str, Any] | None = None,
     states: str | None = None,
+    accumulate: str = "auto",
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
     """What the engine counts, and what was planned: at the end of the third backward, before its step.
 
@@ -100,7 +102,9 @@ def counts(
     choice = PlanChoice(stage, offload, ratio, speculation, param_device)
     planned_model = plan_of_module(made(dtypes, kind), "odd")
     layout = lay_out(planned_model, job, choice, ranks, staged, rank)
-    planned = count_bytes(layout)
+    simulated = staged and param_device == "none"
+    on_device = layout.may_add_on_device and (accumulate == "device" or not simulated)
+    planned = count_bytes(replace(layout, sums_on_device=on_device))
     config = longshore.Config(
         stage=stage,
         offload_device="cpu",
@@ -112,11 +116,9 @@ def counts(
         gradient_accumulation_steps=accumulation,
         optimizer=load_config({"train_batch_size": 1, "optimizer": job.optimizer_section}).config.optimizer,
     )
-    simulated = staged and param_device == "none"
     transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if simulated else None
-    offloading = longshore.Offload(
-        tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, speculation_memory=speculation, states=format
-    )
+    ahead: dict[str, Any] = {"speculation_memory": speculation, "states": format, "accumulate": accumulate}
+    offloading = longshore.Offload(tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, **ahead)
     model = made(dtypes, kind)
     engine, *_ = longshore.initialize(model=model, config=config, offload=offloading, wrap_policy=None)
     found: Any = None

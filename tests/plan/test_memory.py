@@ -43,6 +43,14 @@ def test_one_rank(case: str) -> None:
     assert counted["host"]["state"] + counted["device"].get("state", 0) > 0
 
 
+@pytest.mark.parametrize("dtypes, ratio", [("bf16", 1.0), ("fp32", 1.0), ("mixed", 0.5)])
+def test_sums_that_come_from_the_device(dtypes: str, ratio: float) -> None:
+    """They have pinned slots of their own where gradients have 16 bits, and those of gradients otherwise."""
+    counted, planned = counts(2, "simulated", dtypes, ratio, "50%", 3, accumulate="device")
+    assert planned == counted
+    assert (counted["host"]["accumulators"] > 0) is (dtypes != "fp32")
+
+
 ONE_RANK_WITH_MUON: dict[str, tuple[Any, ...]] = {
     **{case: (*ONE_RANK[case], *(1.0, 0, 1)[len(ONE_RANK[case]) - 3 :]) for case in list(ONE_RANK)[:-3]},
     "bytes for spares of matrices alone": (2, "simulated", "bf16", 1.0, 20_000, 1),

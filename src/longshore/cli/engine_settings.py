@@ -94,11 +94,15 @@ def _check_without_engine(settings: TrainSettings, ranks: int) -> None:
             f"use bf16, or add --stage {3 if settings.model.stream else 0}"
         )
     released = settings.optimizer.release_gradients or settings.model.stream
-    if settings.optimizer.speculation_memory and not released:
-        raise SettingsError(
-            "--speculation-memory is for stepping while backward copies gradients to the host, and here they stay on "
-            "the device until the step: add --release-gradients, --stream, --stage or --config"
-        )
+    for option, given in (
+        ("--speculation-memory is for stepping", settings.optimizer.speculation_memory),
+        ("--accumulate is for adding", settings.optimizer.accumulate != "auto"),
+    ):
+        if given and not released:
+            raise SettingsError(
+                f"{option} while backward copies gradients to the host, and here they stay on the device until the "
+                "step: add --release-gradients, --stream, --stage or --config"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class _CommandLine:
             "zero_optimization.offload_optimizer.device": ("offload", "cpu" if optimizer.offload else "none"),
             "zero_optimization.offload_param.device": ("stream", "cpu" if self.settings.model.stream else "none"),
             "longshore.speculation_memory": ("speculation_memory", optimizer.speculation_memory),
+            "longshore.accumulate": ("accumulate", optimizer.accumulate),
             "zero_optimization.offload_optimizer.states": ("states", optimizer.states),
             "zero_optimization.offload_optimizer.states_seed": ("states_seed", optimizer.states_seed),
             "bf16.enabled": ("dtype", dtype == "bf16"),
@@ -274,6 +279,7 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
             clip=config.gradient_clipping or 0.0,
             offload=config.offload_device == "cpu",
             speculation_memory=config.speculation_memory,
+            accumulate=config.accumulate,
             states=config.states,
             states_seed=config.states_seed,
             schedule=None if config.scheduler is not None else settings.optimizer.schedule,

@@ -159,6 +159,10 @@ _MEMORY = (
     "Host memory for stepping while backward runs: 25% (100%: a spare for every tile), 8GiB, a number of bytes, or "
     "auto. Needs --release-gradients, --stage or --config."
 )
+_ACCUMULATE = (
+    "Where gradients of several batches are added: on the device, for 4 bytes a parameter there, on the host, or "
+    "(auto) on the device while it has room. Needs --release-gradients, --stage or --config."
+)
 _PLAIN = (
     "Train with torch.optim in place of longshore, to compare: state on the device, fp32 masters for bf16. "
     "Not with --stage or --config."
@@ -200,6 +204,7 @@ class OptimizerSettings(CommandSettings):
     speculation_memory: Annotated[
         int | str, _training(_MEMORY, parse=_parse_speculation_memory, metavar="<memory>")
     ] = 0
+    accumulate: Annotated[str, _training(_ACCUMULATE, choices=("auto", "device", "host"))] = "auto"
     states: Annotated[str, _training(_STATES, choices=STATES)] = "fp32"
     states_seed: Annotated[
         int, _training("Seed of the rounding that --states does.", at_least=0, at_most=2**63 - 1)
@@ -213,6 +218,7 @@ class OptimizerSettings(CommandSettings):
         for option, given in (
             ("--release-gradients sends gradients to the host", self.release_gradients),
             ("--speculation-memory is for stepping on the host", self.speculation_memory),
+            ("--accumulate is for gradients on their way to the host", self.accumulate != "auto"),
         ):
             if given and not self.on_host:
                 why = "--plain" if self.plain else "--no-offload"

@@ -163,6 +163,7 @@ class LongshoreStepper(TrainStepper):
         offload = longshore.Offload(
             device="cpu" if settings.offload else "none",
             speculation_memory=settings.speculation_memory,
+            accumulate=settings.accumulate,  # pyright: ignore[reportArgumentType]
             states=settings.states,
             states_seed=settings.states_seed,
         )

@@ -219,7 +219,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     """Choose the settings of this rank's host side, which shares the machine's CPUs and memory with other ranks."""
     place, ahead = config.offload_device, config.speculation_memory
     common: dict[str, Any] = {
-        name: getattr(config, name) for name in ("states", "states_seed", "detect_writes", "tile_numel")
+        name: getattr(config, name) for name in ("states", "states_seed", "detect_writes", "tile_numel", "accumulate")
     }
     if place == "none" and ranks.device.type != "cpu":
         return Offload(threads=config.threads, cpu_set=config.cpu_set, device=place, **common)

@@ -101,12 +101,17 @@ class HomeLayout:
                 break
         return tiles, total
 
-    def memory(self, arrivals: int, spares: Spares = NO_SPARES) -> dict[str, int]:
+    def may_get_sums(self, arrivals: int) -> bool:
+        """Return whether gradients may be added where they were computed."""
+        return arrivals > 1 and self.staged and self.tiles > 0
+
+    def memory(self, arrivals: int, spares: Spares = NO_SPARES, sums_come: bool = False) -> dict[str, int]:
         """Return the bytes by kind when they are most, after a window's last backward, as stores count them.
 
         Args:
             arrivals: gradients of one parameter in a window.
             spares: memory for stepping ahead.
+            sums_come: whether several gradients are added where they were computed, and their sums come here.
         """
         state = gradients = sums = landing = 0
         outgoing: list[int] = []
@@ -121,8 +126,10 @@ class HomeLayout:
                     outgoing.append(padded_bytes(run.bytes_as(run.dtype)))
             elif arrivals == 1:
                 gradients += run.tiles * run.numel * gradient_dtype.itemsize
-            if arrivals > 1:
+            if arrivals > 1 and not sums_come:
                 sums += run.tiles * _FLOAT_BYTES * run.buffer_numel
+            elif arrivals > 1 and gradient_dtype != torch.float32:  # else the slots for gradients take them
+                sums += run.tiles * padded_bytes(run.bytes_as(torch.float32))
         return {
             "state": state,
             "gradients": gradients,

@@ -17,7 +17,7 @@ from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat, is_see
 from longshore.layout.tiles import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
-from longshore.tiles import ParameterStore, SpeculationMemory, TierSettings, TileStore
+from longshore.tiles import Accumulate, ParameterStore, SpeculationMemory, TierSettings, TileStore
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for
 
 
@@ -106,6 +106,11 @@ class Offload(StoreFactory):
             NumPy, another process). Where nothing is copied this takes next to no time; for parameters on a device, it
             takes two passes over them there, for checksums. With False, ``refresh_master()`` has to be called after
             such writes. A float32 parameter in host memory is its own master, and a write to it one to the master.
+        accumulate: where several gradients of one window are added, in float32 and in the order of arrival: ``"host"``;
+            ``"device"``, where they are, for 4 bytes of its memory a parameter, so that only the sum is copied, in the
+            last backward; or ``"auto"``: parameter by parameter on the device while its memory has room, by what the
+            windows before took, and a sixteenth of it stays free. It is for gradients that are taken in backward
+            (``release_gradients=True``, engines); for CPU parameters both are the same memory.
     """
 
     tile_numel: int | None = None
@@ -118,6 +123,7 @@ class Offload(StoreFactory):
     detect_writes: bool = True
     states: str = StateFormat.FP32.value
     states_seed: int = 0
+    accumulate: Accumulate = "auto"
     keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
@@ -145,6 +151,11 @@ class Offload(StoreFactory):
                 f"states_seed {self.states_seed} is the seed of the rounding that states='bf16' and '8bit' do, and "
                 "states is 'fp32', which rounds nothing: give states, too, or leave states_seed out"
             )
+        if self.accumulate not in ("auto", "device", "host"):
+            raise ValueError(
+                "accumulate is where several gradients of one window are added: 'device', 'host', or 'auto' (on the "
+                f"device while it has room), not {self.accumulate!r}"
+            )
         if not isinstance(self.detect_writes, bool):
             raise ValueError(f"detect_writes is True or False, not {self.detect_writes!r}")
         if self.device not in ("cpu", "none"):
@@ -159,6 +170,11 @@ class Offload(StoreFactory):
             raise ValueError(
                 f"ratio says how much of the state is on the host, and device='none' leaves none there: leave ratio "
                 f"{ratio:g} out, or use device='cpu'"
+            )
+        if self.device == "none" and self.accumulate != "auto":
+            raise ValueError(
+                f"accumulate={self.accumulate!r} is for gradients on their way to the host, and device='none' copies "
+                "none: leave accumulate out, or use device='cpu'"
             )
         copies_nothing = self.transfer is None or type(self.transfer) is CopyStreams
         if self.device == "none" and not copies_nothing and not isinstance(self.transfer, SimulatedTransfer):
@@ -228,17 +244,22 @@ class Offload(StoreFactory):
             values_of: see :class:`TileStore`; default: what this process has of each of ``parameters``.
 
         Raises:
-            ValueError: ``speculation_memory`` is set, and gradients do not arrive before the step.
+            ValueError: ``speculation_memory`` or ``accumulate`` is set, and gradients do not arrive before the step.
         """
         if self.speculation_memory and not hold_gradients:
             raise ValueError(
                 "speculation_memory is for stepping while backward brings gradients to the host, and without "
                 "release_gradients=True they are .grad until step(): add it, or leave speculation_memory out"
             )
+        if self.accumulate != "auto" and not hold_gradients:
+            raise ValueError(
+                f"accumulate={self.accumulate!r} is for gradients that are taken in backward, and without "
+                "release_gradients=True they are added in .grad, in its dtype: add it, or leave accumulate out"
+            )
         on_device = None
         if self.ratio != 1.0 and self.streams_to(device).staged:
-            rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
-            on_device = rest._tier(device, hold_gradients)
+            host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
+            on_device = replace(self, device="none", **host)._tier(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
         found = values_of or (lambda index: flat(held_part(parameters[index])))
         return TileStore(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, found)
@@ -246,4 +267,5 @@ class Offload(StoreFactory):
     def _tier(self, device: torch.device, hold_gradients: bool) -> TierSettings:
         streams, kernels = self.streams_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(streams.staged, kernels.threads)
-        return TierSettings(streams, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes)
+        ahead, accumulate = self.speculation_memory, self.accumulate
+        return TierSettings(streams, kernels, tile_numel, hold_gradients, ahead, self.detect_writes, accumulate)

@@ -41,6 +41,7 @@ class RankLayout:
     device: HomeLayout  # tiles whose state stays on the device
     batches: tuple[MatrixBatch, ...]  # in which matrices are transformed, in order
     numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
+    sums_on_device: bool = False  # several gradients are added there, and their sum is copied in the last backward
 
     @property
     def speculation(self) -> int | str:
@@ -62,6 +63,16 @@ class RankLayout:
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradients that are reduced together, in the order in which backward launches them; none on one rank."""
         return () if self.over_ranks is None else self.over_ranks.buckets
+
+    @property
+    def arrivals(self) -> int:
+        """Gradients of one parameter that the store gets in a step."""
+        return self.job.accumulation if self.ranks == 1 or self.reduces_each_backward else 1
+
+    @property
+    def may_add_on_device(self) -> bool:
+        """Whether gradients on their way to the host may stay on the device until they are added."""
+        return self.host.may_get_sums(self.arrivals)
 
     @property
     def reduces_each_backward(self) -> bool:

@@ -36,12 +36,12 @@ class PlannedBytes:
 
 def count_bytes(layout: RankLayout) -> PlannedBytes:
     """Count all bytes of a layout."""
-    job, choice = layout.job, layout.choice
+    choice = layout.choice
     trainable = zip(layout.numels, layout.model.trainable, strict=True)
     parameters = sum(numel * each.dtype.itemsize for numel, each in trainable)
     offloads = choice.offload == "cpu"
-    arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
-    host = layout.host.memory(arrivals, spares_of(layout))
+    arrivals = layout.arrivals
+    host = layout.host.memory(arrivals, spares_of(layout), layout.sums_on_device)
     device = {"parameters": parameters, "gradients": 0}
     if layout.staged and (not offloads or choice.ratio != 1.0):
         _add(device, layout.device.memory(arrivals))
@@ -89,6 +89,8 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
         "activations": _activation_bytes(model, job),
         "buffers and frozen": model.buffer_bytes + parameter_bytes(frozen),
     }
+    if layout.sums_on_device:
+        found["sums of gradients"] = _FLOAT_BYTES * sum(run.tiles * run.numel for run in layout.host.runs)
     if layout.batches and not layout.transforms_on_host:
         found[_TRANSFORMING] = transforming_bytes(layout.batches, layout.ranks, layout.rank)
     if layout.ranks == 1:

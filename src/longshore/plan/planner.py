@@ -171,10 +171,17 @@ class Planner:
         return self.machine.staged and choice.offload == "cpu"
 
     def count(self, choice: PlanChoice) -> Candidate:
-        """Return the choice with its bytes."""
+        """Return the choice with its bytes. Gradients are added on the device where it has room for all sums."""
         machine = self.machine
         layout = lay_out(self.model, self.job, choice, machine.ranks, machine.staged, threads=machine.threads_of_a_rank)
-        counted = count_bytes(layout)
+        found = self._count(choice, layout)
+        if found.missing_device > 0 or not layout.may_add_on_device:
+            return found
+        added = self._count(choice, replace(layout, sums_on_device=True))
+        return added if added.fits else found
+
+    def _count(self, choice: PlanChoice, layout: RankLayout) -> Candidate:
+        machine, counted = self.machine, count_bytes(layout)
         device, host = counted.device_total, counted.host_total
         if not machine.staged:
             device, host = 0, host + device

@@ -195,9 +195,11 @@ class _Step:
         forward, seconds = self._seconds[segment.key]
         if self._job.checkpointing and segment.unit is not None:
             seconds += forward
-        if self._sums and number > 0:  # in float32, in the memory that has the gradients
+        if (self._sums or self._layout.sums_on_device) and number > 0:  # in float32, in the memory of the gradients
             trainable = (self._trainable[index] for index in segment.parameters)
             num_bytes = sum(self._sum_bytes(each.numel, each.dtype.itemsize, number) for each in trainable)
+            if not self._sums:
+                num_bytes /= self._machine.ranks  # what is reduced
             seconds += self._device_s(num_bytes) if self._machine.staged else self._host_s(num_bytes)
         return seconds + self._machine.arrival_s * len(segment.parameters)
 
@@ -246,9 +248,14 @@ class _Step:
 
     def _bring(self, tile: TileJob, number: int, last: bool) -> None:
         """Copy a tile's gradients of one backward to the host, and add them to those of earlier backwards."""
-        seconds = tile.gradient_bytes / self._machine.to_host_bytes_per_s if self._copies else 0.0
+        num_bytes = tile.gradient_bytes
+        if self._layout.sums_on_device:
+            if not last:
+                return
+            num_bytes = _FLOAT_BYTES * tile.numel
+        seconds = num_bytes / self._machine.to_host_bytes_per_s if self._copies else 0.0
         self._time.run(COPY_TO_HOST, tile.key, seconds, tile.sources)
-        if number > 0 and self._each_backward:
+        if number > 0 and self._each_backward and not self._layout.sums_on_device:
             num_bytes = self._sum_bytes(tile.numel, tile.gradient_bytes / tile.numel, number)
             self._time.run(ADD, tile.key, self._pass_s(num_bytes))
         if last and self._offloads and (tile.ahead or self._early_norms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -88,17 +89,28 @@ class Arrivals:
 
         This returns at once: the copy runs on its stream, the addition on the worker. One thread may call at a time.
         """
+        self.count(tile, segment)
+        if segment.arrivals > 1:
+            self._queue_addition(tile, segment, Entry(segment.place, segment.layout, gradient, ready))
+        else:
+            self.copy(tile, segment, gradient, ready)
+
+    def count(self, tile: Tile, segment: Segment) -> None:
+        """Count one more gradient of a segment."""
         tile.arrived(segment)
         tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
+
+    def copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
+        """Copy all that has arrived of a segment so far: its first gradient, or the float32 sum of several."""
         entry = Entry(segment.place, segment.layout, gradient, ready)
-        if segment.arrivals > 1:
-            self._queue_addition(tile, segment, entry)
-        elif tile.slot is None or not entry.travels_with_others:
-            segment.handle = self._copy(tile, entry, tile.slot)
+        slot = tile.slot_for(gradient)
+        if slot is None or not entry.travels_with_others:
+            segment.handle = self._copy(tile, entry, slot)
             segment.gradient = segment.handle.target
         else:
             segment.handle = self._parcel(tile, entry)
-            segment.gradient = tile.slot.view(tile.gradient_dtype, entry.segment)
+            segment.gradient = slot.view(tile.dtype_in(slot), entry.segment)
+        segment.summed = slot is not None and slot is tile.sum_slot
 
     def _parcel(self, tile: Tile, entry: Entry) -> Parcel:
         """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
@@ -110,7 +122,7 @@ class Arrivals:
     def _copy(self, tile: Tile, entry: Entry, slot: Slot | None) -> Copy:
         into = after = None
         if slot is not None:
-            into, after = slot.view(tile.gradient_dtype, entry.segment), slot.last_publish
+            into, after = slot.view(tile.dtype_in(slot), entry.segment), slot.last_publish
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         handle = self._streams.stage(entry.gradient, into, entry.ready, after)
@@ -118,12 +130,15 @@ class Arrivals:
         return handle
 
     def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[Copy]:
-        """Copy gradients of neighbors: together, if the device has memory to gather them."""
-        slot = tile.slot
-        assert slot is not None
+        """Copy gradients of neighbors, and sums."""
+        alike = itertools.groupby(run, lambda entry: tile.slot_for(entry.gradient))
+        return [copy for slot, entries in alike if slot is not None for copy in self._together(tile, slot, [*entries])]
+
+    def _together(self, tile: Tile, slot: Slot, run: Sequence[Entry]) -> list[Copy]:
+        """Copy neighbors together, if the device has memory to gather them."""
         if len(run) == 1:
             return [self._copy(tile, run[0], slot)]
-        into, offsets = slot.view_of_run(tile.gradient_dtype, [entry.segment for entry in run])
+        into, offsets = slot.view_of_run(tile.dtype_in(slot), [entry.segment for entry in run])
         bundle = Bundle([(entry.gradient, offset) for entry, offset in zip(run, offsets, strict=True)])
         ready = [mark for entry in run for mark in entry.ready]
         recorder = tile.recorder
@@ -132,7 +147,7 @@ class Arrivals:
             handles = [self._streams.stage(bundle, into, ready, slot.last_publish)]
         except torch.OutOfMemoryError:
             handles = [self._copy(tile, entry, slot) for entry in run[:-1]]
-            into = slot.view(tile.gradient_dtype, run[-1].segment)
+            into = slot.view(tile.dtype_in(slot), run[-1].segment)
             handles.append(self._streams.stage(run[-1].gradient, into, run[-1].ready, slot.last_publish))
         recorder.copying(COPY_TO_HOST, tile.layout.index, handles[-1], begin_ns)
         return handles
@@ -142,6 +157,7 @@ class Arrivals:
             sums = self._sums.take(BufferKind(tile.layout.buffer_numel, 1))
             assert isinstance(sums, Tensor)
             tile.sums = sums
+        segment.adding = True
         addition = _Addition(tile, segment, entry, tile.window)
         try:
             if self._landing_bytes:
@@ -180,18 +196,17 @@ class Arrivals:
 
     def _add_now(self, addition: _Addition) -> None:
         tile, segment, copied = addition.tile, addition.segment, addition.copied
-        assert tile.sums is not None
-        total = tile.sums[0, segment.layout.in_buffer]
+        total = tile.sum_of(segment)
         if copied is None:
             if tile.slot is not None and not segment.summed:  # which frees the tile's slot
                 self._kernels.accumulate(total, segment.wait(), add=False)
                 segment.sum_is(total)
             copied = self._copy(tile, addition.entry, tile.slot)
-        first = None if segment.summed else segment.wait()
+        first = segment.wait()
         copied.wait()
         recorder = tile.recorder
         begin_ns = recorder.begin(ADD, tile.layout.index)
-        if first is None:
+        if segment.summed:
             self._kernels.accumulate(total, copied.target, add=True)
         else:
             self._kernels.sum_of_two(total, first, copied.target)

@@ -22,6 +22,10 @@ class Slot:
         self.last_publish: Copy | None = None
         """The copy that last read the slot; the next copy into the slot has to wait for it."""
 
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Return all elements as ``dtype``."""
+        return self._buffer.view(dtype)
+
     def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
         """Return the elements of a tile's segment as ``dtype``."""
         return self._buffer.view(dtype)[segment.buffer_offset : segment.buffer_offset + segment.numel]
@@ -60,11 +64,12 @@ class Slots:
 
     Attributes:
         own_bytes: bytes of tiles' own slots.
+        sum_bytes: bytes of tiles' own slots for sums, which are float32.
         passing_bytes: bytes of those that tiles take in turn.
     """
 
     def __init__(self, streams: CopyStreams) -> None:
-        self.own_bytes = self.passing_bytes = 0
+        self.own_bytes = self.sum_bytes = self.passing_bytes = 0
         self._streams = streams
         self._passing: deque[Slot] = deque()
         """All of one size."""
@@ -73,6 +78,12 @@ class Slots:
         """Make a slot for each of some tiles, of these sizes in bytes."""
         slots, own_bytes = cut_slots(self._streams, sizes)
         self.own_bytes += own_bytes
+        return slots
+
+    def for_sums(self, sizes: Sequence[int]) -> list[Slot]:
+        """As :meth:`own`, for sums."""
+        slots, sum_bytes = cut_slots(self._streams, sizes)
+        self.sum_bytes += sum_bytes
         return slots
 
     def grow(self, slot_bytes: int, count: int) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longshore.kernels import Buffer, HostRule, Kernels, Scale, copy_elements, pass_ahead
 from longshore.layout.tiles import padded_bytes
-from longshore.tiles.bets import Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
-from longshore.tiles.early_norms import Due, EarlyNorms
+from longshore.tiles.bets import Due, EarlyNorms, Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferKind, BufferPool
 from longshore.tiles.slots import Slot, cut_slots

@@ -201,11 +201,7 @@ class TileStore:
         self.check_usable()
         with self._lock:
             for tier in self.tiers:
-                parts = tier.parts[parameter]
-                ready = tier.streams.mark() if parts else ()
-                for tile, segment in parts:
-                    tier.bring(tile, segment, segment.part_of(gradient), ready)
-                    tier.speculator.consider(tile)
+                tier.arrive(parameter, gradient)
         return None
 
     def foresee(self, forecast: Forecast) -> None:
@@ -257,6 +253,12 @@ class TileStore:
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
         self.check_usable()
+        with self._lock:
+            for tier in self.tiers:
+                try:
+                    tier.let_sums_leave()
+                except Exception as failure:
+                    self.fail(failure)
         self._drain()
         self._check_complete()
 
@@ -279,6 +281,8 @@ class TileStore:
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
         with self._lock:
+            for tier in self.tiers:
+                tier.device_sums.clear() if parameter is None else tier.device_sums.pop(parameter)
             self._drain()
             if parameter is not None:
                 for tier, tile, segment in self._placed(parameter):
@@ -371,6 +375,8 @@ class TileStore:
         for tier in self.tiers:
             if (tier is self.on_device or not tier.on_host) == on_device:
                 counted.update(tier.state_bytes())
+            elif on_device and tier.device_sums:
+                counted.update({"accumulators": tier.device_sums.num_bytes})
         return dict(counted)
 
     # -- optimizer state ------------------------------------------------------
@@ -391,6 +397,8 @@ class TileStore:
 
     def begin_load(self) -> None:
         with self._lock:
+            for tier in self.tiers:
+                tier.device_sums.clear()
             self._drain()
             for tier in self.tiers:
                 tier.end_window(tier.tiles, TileEvent.LOAD)

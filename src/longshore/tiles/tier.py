@@ -18,6 +18,7 @@ from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Arrivals
 from longshore.tiles.bets import SpeculationMemory
+from longshore.tiles.device_sums import Accumulate, DeviceSums
 from longshore.tiles.events import NO_RECORDER, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
 from longshore.tiles.memory import BufferPool, PendingReads, allocator_on
@@ -45,6 +46,8 @@ class TierSettings(NamedTuple):
     """Memory for stepping tiles ahead of the verdict."""
     detect_writes: bool = True
     """Whether the step compares parameters in the tier's own memory with their rounded masters (law 10)."""
+    accumulate: Accumulate = "host"
+    """Where several gradients of a window are added."""
 
 
 class Tier:
@@ -61,7 +64,7 @@ class Tier:
     """
 
     def __init__(self, settings: TierSettings, pending_reads: PendingReads) -> None:
-        streams, kernels, tile_numel, self.hold_gradients, speculation_memory, detect_writes = settings
+        streams, kernels, tile_numel, self.hold_gradients, speculation_memory, detect_writes, accumulate = settings
         assert not streams.staged or kernels.device.type == "cpu"
         self.streams = streams
         self.kernels = kernels
@@ -83,6 +86,7 @@ class Tier:
         self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), streams.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(streams, kernels, self.sums, self.worker)
+        self.device_sums = DeviceSums(streams, accumulate if self.hold_gradients else "host")
         ahead = speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
@@ -115,11 +119,20 @@ class Tier:
             for tile, slot in zip(added, self.slots.own(sizes), strict=True):
                 tile.slot = slot
             self.arrivals.make_slots(max(sizes))
+            if self.device_sums.from_the_first_window:
+                self._make_sum_slots(added)
         else:
             for tile in self.tiles:
                 tile.slot = None  # growing may free it
         if shared:
             self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
+
+    def _make_sum_slots(self, tiles: Iterable[Tile]) -> None:
+        """Allocate memory for sums that come from the device. This is not done in a hook; see :func:`cut_slots`."""
+        without = [tile for tile in tiles if not tile.takes_sums]
+        sizes = [4 * tile.layout.buffer_numel for tile in without]
+        for tile, slot in zip(without, self.slots.for_sums(sizes), strict=True):
+            tile.have_sum_slot(slot)
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
         """See :meth:`TileStore.set_states`; no work may be under way."""
@@ -144,6 +157,7 @@ class Tier:
     def remove(self, parameters: Set[int]) -> None:
         """Forget parameters; a tile of which nothing is left gives its memory back."""
         for parameter in parameters:
+            self.device_sums.pop(parameter)
             self.ranges.pop(parameter, None)
             for tile, segment in self.parts.pop(parameter, ()):
                 self.speculator.void(tile)
@@ -155,7 +169,9 @@ class Tier:
                 self.buffers.give_back(tile.buffer)
             if tile.slot is not None and self.hold_gradients:
                 self.slots.own_bytes -= padded_bytes(tile.gradient_bytes)
-            tile.buffer = tile.slot = None
+            if tile.sum_slot is not None:
+                self.slots.sum_bytes -= padded_bytes(4 * tile.layout.buffer_numel)
+            tile.buffer = tile.slot = tile.sum_slot = tile.sums = None
         self.tiles = [tile for tile in self.tiles if tile not in gone]
         self.buffers.clear()
 
@@ -182,10 +198,61 @@ class Tier:
             "gradients": self.slots.own_bytes + arrived,
             "spares": self.speculator.spare_bytes,
             "staging": self.slots.passing_bytes + self.arrivals.slot_bytes + self.matrix_memory.num_bytes,
-            "accumulators": self.sums.allocated_bytes,
+            "accumulators": self.sums.allocated_bytes + self.slots.sum_bytes,
         }
 
     # -- gradients ------------------------------------------------------------
+
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient of a parameter into the window. This returns at once."""
+        parts = self.parts[parameter]
+        if parts and not self._keep(parameter, parts, gradient):
+            ready = self.streams.mark()
+            for tile, segment in parts:
+                self.bring(tile, segment, segment.part_of(gradient), ready)
+        for tile, _ in parts:
+            if tile.complete and self.device_sums:
+                for each in tile.segments:
+                    self._leave(each)
+            self.speculator.consider(tile)
+
+    def _keep(self, parameter: int, parts: Sequence[tuple[Tile, Segment]], gradient: Tensor) -> bool:
+        """Keep a gradient on the device, or add it there; return whether this was done."""
+        first, last = parts[0][1], parts[-1][1].layout
+        begin = first.layout.parameter_offset
+        if parameter in self.device_sums:
+            if not self.device_sums.add(parameter, gradient[begin : last.parameter_offset + last.numel]):
+                self._leave(parameter)
+                return False
+        elif first.arrivals == 0 and self.device_sums.wanted and all(tile.takes_sums for tile, _ in parts):
+            if not self.device_sums.has_room(last.parameter_offset + last.numel - begin, first.expected):
+                return False
+            part = gradient[begin : last.parameter_offset + last.numel]
+            self.device_sums.keep(parameter, part, self.streams.mark())
+        else:
+            return False
+        for tile, segment in parts:
+            self.arrivals.count(tile, segment)
+            self.speculator.drop(tile)
+        return True
+
+    def _leave(self, parameter: int) -> None:
+        """Copy a gradient that stayed on the device, or a sum, to the host."""
+        kept = self.device_sums.get(parameter)
+        if kept is None:
+            return
+        parts = self.parts[parameter]
+        begin = parts[0][1].layout.parameter_offset
+        for tile, segment in parts:
+            offset = segment.layout.parameter_offset - begin
+            part = kept.values[offset : offset + segment.layout.numel]
+            self.arrivals.copy(tile, segment, part, kept.ready)
+        self.device_sums.pop(parameter)  # after Ctrl-C it leaves once more
+
+    def let_sums_leave(self) -> None:
+        """Copy all gradients and sums that stayed on the device to the host."""
+        for parameter in self.device_sums:
+            self._leave(parameter)
 
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Take one more gradient of a segment into the window; see :meth:`Arrivals.bring`."""
@@ -256,6 +323,9 @@ class Tier:
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
         self.sums.trim()
         self.speculator.end_window(self.tiles, scale)
+        self.device_sums.end_window()
+        if self.device_sums.wanted:
+            self._make_sum_slots(tile for tile in self.tiles if tile.had_several)
 
     def end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
         for tile in tiles:

@@ -113,6 +113,8 @@ class Segment:
         self.handle: Copy | None = None
         self.summed = False
         """Whether ``gradient`` is the float32 sum in the tile's memory for sums."""
+        self.adding = False
+        """Whether the host adds later gradients to that sum, or will."""
 
     def part_of(self, values: Tensor) -> Tensor:
         """Return a view of the segment's range of ``values``, which has a value for each element of the parameter."""
@@ -221,6 +223,8 @@ class Tile:
         """The small gradients of this window that arrived last, to be copied together."""
         self.sums: Tensor | None = None
         """Sums of several gradients, float32 ``[1, buffer_numel]``."""
+        self.sum_slot: Slot | None = None
+        """Slot for sums that come from the device, which has ``sums`` then."""
         self.spare: Buffer | None = None
         """The buffer that a step ahead of the verdict has written."""
 
@@ -301,10 +305,37 @@ class Tile:
 
     def queued_gradient(self, segment: Segment) -> Tensor:
         """Return the segment's gradient, or the sum of several, which is valid once its queued jobs are done."""
-        if segment.arrivals > 1 and self.sums is not None:
-            return self.sums[0, segment.layout.in_buffer]
+        if segment.adding:
+            return self.sum_of(segment)
         assert segment.gradient is not None
         return segment.gradient
+
+    def sum_of(self, segment: Segment) -> Tensor:
+        """Return the memory of a segment's sum."""
+        assert self.sums is not None
+        return self.sums[0, segment.layout.in_buffer]
+
+    def have_sum_slot(self, slot: Slot) -> None:
+        self.sum_slot, self.sums = slot, slot.whole(torch.float32).unsqueeze(0)
+
+    @property
+    def had_several(self) -> bool:
+        """Whether any segment had several gradients in the last window."""
+        return any(segment.expected > 1 for segment in self.segments.values())
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether there is memory to which sums can be copied from the device."""
+        return self.gradient_dtype == torch.float32 or self.sum_slot is not None
+
+    def slot_for(self, gradient: Tensor) -> Slot | None:
+        """Return the slot for a gradient, or for a sum that comes from the device."""
+        is_sum = self.sum_slot is not None and gradient.dtype != self.gradient_dtype
+        return self.sum_slot if is_sum else self.slot
+
+    def dtype_in(self, slot: Slot) -> torch.dtype:
+        """Return the dtype of gradients, or sums, in a slot."""
+        return torch.float32 if slot is self.sum_slot else self.gradient_dtype
 
     def have_buffer(self, buffers: BufferPool) -> Buffer:
         """Return the buffer; take one of zeros if there is none yet."""
@@ -345,7 +376,8 @@ class Tile:
             spares.give_back(spare)
 
     def end_window(self, stepped: bool) -> Tensor | None:
-        """End the window, and return its sums. If it was stepped, the next one is expected to be like it."""
+        """End the window, and return memory of its sums that others may have now. If it was stepped, the next window is
+        expected to be like it."""
         for segment in self.segments.values():
             if stepped:
                 segment.expected = segment.arrivals
@@ -355,5 +387,7 @@ class Tile:
         self._count_missing()
         self.window += 1
         self.version += 1
+        if self.sum_slot is not None:
+            return None
         sums, self.sums = self.sums, None
         return sums

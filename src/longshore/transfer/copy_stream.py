@@ -301,6 +301,10 @@ class CopyStreams:
         :meth:`aside`."""
         return ()
 
+    def follow(self, ready: Sequence[Mark], values: Tensor) -> None:
+        """Let the current stream wait for ``ready``, since it is about to use ``values`` of another stream."""
+        return
+
     def aside(self, ready: Sequence[Mark]) -> AbstractContextManager[None]:
         """Run device work of the enclosed block on another stream than the current one, once all of ``ready`` (see
         :meth:`marks`) are reached. The work is done when the block ends, so this is for threads that wait anyway."""

@@ -267,6 +267,12 @@ class DeviceStreams(CopyStreams):
     def marks(self, streams: Iterable[Any]) -> Sequence[torch.Event]:
         return [each.record_event() for each in {self.stream(), *streams}]
 
+    def follow(self, ready: Sequence[torch.Event], values: Tensor) -> None:
+        stream = self.stream()
+        for each in ready:
+            stream.wait_event(each)
+        values.record_stream(stream)
+
     @contextlib.contextmanager
     def aside(self, ready: Sequence[torch.Event]) -> Iterator[None]:
         with current_stream_is(self._beside):

@@ -374,6 +374,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         setting("speculation_memory", what="Default: auto with super_offload, otherwise 0.", auto=Auto.VALUE),
         setting("wrap_policy", auto=Auto.VALUE),
         setting("detect_writes"),
+        setting("accumulate", auto=Auto.VALUE),
     ),
 }
 

@@ -40,6 +40,7 @@ _PARAM_DEVICE = OneOf(
     ("none", "cpu"), {"nvme": 'parameters on NVMe are not kept by longshore; use "cpu", where they rest in host memory'}
 )
 _STATES = OneOf(("fp32", "bf16", "8bit"))
+_ACCUMULATE = OneOf(("auto", "device", "host"))
 _SCALE = Number(above=0, maximum=LARGEST_SCALE)
 _WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
 
@@ -171,6 +172,9 @@ class Config(FrozenModel):
         states_seed: a number on which the random bits of that rounding depend, from 0 to 2**63 - 1.
         detect_writes: each step finds what was written to parameters where torch cannot see it, as in
             :class:`longshore.Offload`.
+        accumulate: where the gradients of several backwards are added, ``"auto"``, ``"device"`` or ``"host"``, as in
+            :class:`longshore.Offload`. With several ranks, stages 0 and 1 add them on the device, and stages 2 and 3
+            this rank's shard of them where it says. Needs ``offload_device`` cpu.
         dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
             they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -228,6 +232,7 @@ class Config(FrozenModel):
     states: Annotated[StatesName, _STATES] = "fp32"
     states_seed: Annotated[int, Number(minimum=0, whole=True)] = 0
     detect_writes: bool = True
+    accumulate: Annotated[Literal["auto", "device", "host"], _ACCUMULATE] = "auto"
 
     dtype: Annotated[DtypeName | None, DTYPE] = None
     autocast: Annotated[Literal["bf16", "fp16"] | None, LOW_DTYPE] = None
@@ -286,6 +291,11 @@ class Config(FrozenModel):
             raise ValueError(
                 "speculation_memory is for stepping on the host while backward runs, and offload_device is "
                 f"{self.offload_device}; set it to cpu, or leave speculation_memory out"
+            )
+        if self.accumulate != "auto" and self.offload_device != "cpu":
+            raise ValueError(
+                "accumulate is where gradients on their way to the host are added, and offload_device is "
+                f"{self.offload_device}; set it to cpu, or leave accumulate out"
             )
         if self.offload_ratio != 1.0 and self.offload_device != "cpu":
             raise ValueError(

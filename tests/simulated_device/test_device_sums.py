@@ -1,0 +1,142 @@
+"""Sums of gradients on the device, with streams and a memory of limited size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from streaming.test_chaos import delays
+from torch import Tensor, nn
+
+import longshore
+from simulated_device import counts, native
+
+pytestmark = pytest.mark.simulated
+
+PLENTY = 1 << 35
+WIDTH, LAYERS = 96, 4
+WEIGHTS = LAYERS * (WIDTH + 1) * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    delays(0, 0, 0)
+    yield
+    native().set_budget(PLENTY)
+    delays(0, 0, 0)
+
+
+class Training:
+    def __init__(self, accumulate: str, released: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers).to("sim", torch.bfloat16)
+        offload = longshore.Offload(accumulate=accumulate, tile_numel=4096, **options)  # pyright: ignore
+        self.optimizer = longshore.AdamW(self.model.parameters(), lr=1e-2, release_gradients=released, offload=offload)
+
+    def backward(self, number: int, stream: torch.Stream | None = None) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to("sim", torch.bfloat16)
+        if stream is None:
+            self.model(x).float().pow(2).mean().backward()
+            return
+        here = torch.accelerator.current_stream()
+        stream.wait_stream(here)
+        torch.accelerator.set_stream(stream)
+        self.model(x).float().pow(2).mean().backward()
+        torch.accelerator.set_stream(here)
+        here.wait_stream(stream)
+        x.record_stream(stream)
+
+    def window(self, *numbers: int, stream: torch.Stream | None = None) -> list[int]:
+        """Return the bytes that each backward, and then the step, copied to the host."""
+        copied = []
+        for place, number in enumerate(numbers):
+            before = counts()["bytes_to_host"]
+            self.backward(number, stream if place % 2 else None)
+            copied.append(counts()["bytes_to_host"] - before)
+        before = counts()["bytes_to_host"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [*copied, counts()["bytes_to_host"] - before]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+def assert_equal(ours: Training, theirs: Training) -> None:
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ahead", [0, "100%"])
+def test_from_the_second_window_on_sums_stay_by_themselves(ahead: Any) -> None:
+    auto, host = Training("auto", speculation_memory=ahead), Training("host", speculation_memory=ahead)
+    assert sum(auto.window(0, 1, 2)) == (3 + 1) * 2 * WEIGHTS  # with the parameters, of which masters are made
+    for window in range(1, 4):
+        copied = auto.window(*range(3 * window, 3 * window + 3))
+        assert copied[:2] == [0, 0] and 0 <= sum(copied) - 4 * WEIGHTS < 64  # a checksum or two
+    for window in range(4):
+        host.window(*range(3 * window, 3 * window + 3))
+    assert_equal(auto, host)
+
+
+def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for() -> None:
+    """The room is what the windows before left free, less a sixteenth."""
+    usual = Training("auto")
+    usual.window(0, 1, 2)
+    room = 4 * WEIGHTS // 2
+    taken = torch.accelerator.max_memory_allocated()
+    auto, host = Training("auto"), Training("host")
+    for training in (auto, host):
+        training.window(0, 1, 2)
+    peak = torch.accelerator.max_memory_allocated()
+    assert peak >= taken
+    native().set_budget((peak + room) * 16 // 15)
+    for training in (auto, host):
+        training.window(3, 4, 5)  # after which the room is known
+    auto.backward(6)
+    assert 0 < sum(1 for _ in auto.optimizer._core.store.tier.device_sums) < 2 * LAYERS
+    auto.window(7, 8)
+    host.window(6, 7, 8)
+    assert_equal(auto, host)
+
+
+def test_more_backwards_that_are_announced() -> None:
+    """There is no memory yet to which their sums could be copied."""
+    auto, host = Training("auto"), Training("host")
+    for training in (auto, host):
+        training.window(0)
+        training.optimizer._core.store.expect_backwards(3)
+        training.window(1, 2, 3)
+        training.window(4, 5, 6)
+    assert_equal(auto, host)
+
+
+def test_without_memory_for_a_sum_the_host_adds() -> None:
+    device, host = Training("device"), Training("host")
+    for training in (device, host):
+        training.window(0, 1, 2)
+        training.backward(3)
+    torch.accelerator.synchronize()
+    # Room for what a backward takes, but not for sums.
+    native().set_budget(torch.accelerator.memory_allocated() + 2 * WEIGHTS + (2 << 10) * LAYERS)
+    for training in (device, host):
+        training.window(4, 5)
+    native().set_budget(PLENTY)
+    for training in (device, host):
+        training.window(6, 7, 8)
+    assert_equal(device, host)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_backwards_on_several_streams(seed: int) -> None:
+    device, host = Training("device"), Training("host")
+    delays(seed, 100, 200)
+    stream = torch.Stream(device="sim")
+    for training in (device, host):
+        for window in range(3):
+            training.window(*range(4 * window, 4 * window + 4), stream=stream)
+    assert_equal(device, host)
