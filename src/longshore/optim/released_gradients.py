@@ -316,12 +316,14 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
     if alive is None:
         return
     try:
-        alive.check_first_backward()  # before anything is taken: a wrapper's own error would name neither
-        alive._takes(index)
-        if isinstance(alive.replaced_by, ReleasedGradients):
+        if alive._unchecked or alive._wrapped is not None:
+            alive.check_first_backward()  # before anything is taken: a wrapper's own error would name neither
+        if alive._taken is None:
+            alive._takes(index)
+        if alive.replaced_by is not None and isinstance(alive.replaced_by, ReleasedGradients):
             parameter, alive = alive.records[index].parameter, alive.replaced_by
             index = next(each.index for each in alive.records.values() if each.parameter is parameter)
-        if not alive.gave_up(index):
+        if not alive._given_up or not alive.gave_up(index):
             hook(alive, index)
     except BaseException as failure:
         _fail(alive, index, failure)

@@ -95,8 +95,8 @@ class DeviceSums:
         return self._reserved_bytes + _SUM_BYTES * numel <= self._room_bytes
 
     def keep(self, parameter: int, gradient: Tensor, ready: Sequence[Mark]) -> None:
-        """Keep the first gradient of a parameter, flat."""
-        self._kept[parameter] = Kept(gradient.detach(), ready, self._streams.stream())
+        """Keep the first gradient of a parameter, flat, which autograd does not know."""
+        self._kept[parameter] = Kept(gradient, ready, self._streams.stream())
         self._reserved_bytes += _SUM_BYTES * gradient.numel()
         self._most_bytes = max(self._most_bytes, self._reserved_bytes)
 
@@ -106,17 +106,16 @@ class DeviceSums:
         kept, stream = self._kept[parameter], self._streams.stream()
         if stream != kept.stream:
             self._streams.follow(kept.ready, kept.values)
-        with torch.no_grad():
-            try:
-                if kept.summed:
-                    kept.values.add_(gradient)
-                elif kept.values.dtype == torch.float32:
-                    kept.values = kept.values + gradient
-                else:
-                    kept.values = kept.values.float().add_(gradient)
-            except torch.OutOfMemoryError:
-                self._room_bytes = 0
-                return False
+        try:
+            if kept.summed:
+                kept.values.add_(gradient)
+            elif kept.values.dtype == torch.float32:
+                kept.values = kept.values + gradient
+            else:
+                kept.values = kept.values.float().add_(gradient)
+        except torch.OutOfMemoryError:
+            self._room_bytes = 0
+            return False
         kept.ready, kept.stream, kept.summed = self._streams.mark(), stream, True
         return True
 

@@ -219,8 +219,10 @@ class TileStore:
         return self.tier.speculator.record
 
     def arrivals(self, parameter: int) -> int:
-        placed = self._placed(parameter) if parameter in self else ()
-        return next((segment.arrivals for _, _, segment in placed), 0)  # all segments have equally many
+        for tier in self.tiers:
+            for _, segment in tier.parts.get(parameter, ()):
+                return segment.arrivals  # all segments have equally many
+        return 0
 
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)

@@ -29,6 +29,8 @@ class IllegalTransitionError(LongshoreError):
 class TileState(Enum):
     """State of a tile in its accumulation window."""
 
+    __hash__ = object.__hash__  # that of Enum is a function in Python, and each arrival looks a state up
+
     EMPTY = auto()
     """No gradient of this window has arrived."""
     FILLING = auto()
@@ -49,6 +51,8 @@ class TileState(Enum):
 
 class TileEvent(Enum):
     """Events that change the state of a tile."""
+
+    __hash__ = object.__hash__
 
     ARRIVAL = auto()
     FORGET = auto()
