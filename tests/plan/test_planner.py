@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from longshore.plan.job import (
     configuration,
     parameter_bytes,
 )
-from longshore.plan.planner import DoesNotFit, Planner, plan
+from longshore.plan.planner import Candidate, DoesNotFit, Planner, plan
 from longshore.plan.reading import plan_of_module
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS
@@ -34,6 +35,26 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     assert all(each.times is not None for each in found.candidates)
     # The device has room for all of the state, which would be no offload.
     assert {each.choice.ratio for each in found.candidates} == {1.0}
+
+
+def test_gradients_are_added_on_the_device_where_it_has_room() -> None:
+    choice = PlanChoice(0, "cpu")
+
+    def evaluated(accumulate: str, **figures: Any) -> Candidate:
+        here = machine(**{"host_bytes_per_s": 130e9, **figures})
+        return Planner(EIGHT, here, Job(1, accumulation=4, accumulate=accumulate)).evaluate(choice)
+
+    auto, device, host = map(evaluated, ("auto", "device", "host"))
+    assert (auto.bytes, auto.times) == (device.bytes, device.times)
+    assert auto.layout.sums_on_device and not host.layout.sums_on_device
+    assert auto.times is not None and host.times is not None and auto.times.step_s < 0.9 * host.times.step_s
+    numel = sum(each.numel for each in EIGHT.trainable)
+    assert auto.bytes.device_estimates["sums of gradients"] == 4 * numel
+    copied = [run.times.busy_s["copies to the host"] * 50e9 / numel for run in (auto, host) if run.times is not None]
+    assert copied == pytest.approx([4, 4 * 2], rel=0.01)
+    small = {"device_memory_bytes": int((host.bytes.device_total + 3 * numel) / 0.94)}
+    assert not evaluated("auto", **small).layout.sums_on_device and evaluated("auto", **small).fits
+    assert not evaluated("device", **small).fits
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import longshore
 from longshore import Offload, SimulatedTransfer
-from longshore.tiles.device_sums import DeviceSums
+from longshore.tiles.arrivals import DeviceSums
 
 TILE = 256
 SHAPES = [(40, 30), (30,), (7,), (30, 25), (25,), (1,)]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from longshore.layout.tiles import SegmentLayout
-from longshore.tiles.memory import BufferKind, BufferPool, allocate_zeros, allocator_on
-from longshore.tiles.slots import cut_slots
+from longshore.tiles.memory import BufferKind, BufferPool, allocate_zeros, allocator_on, cut_slots
 from longshore.transfer import CopyStreams
 
 HUGE_NUMEL = (2 << 20) // 4

@@ -12,7 +12,7 @@ import torch
 import longshore
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
-from longshore.tiles.slots import cut_slots
+from longshore.tiles.memory import cut_slots
 from longshore.transfer import CopyStreams
 from longshore.transfer.host_memory import PinnedPool, allocate_pinned
 

@@ -130,6 +130,9 @@ _OPTIMIZER = (
 )
 
 
+_SUMS = "Where gradients of several backwards are added; auto: on the device, if it has room for all sums."
+
+
 @dataclass(frozen=True)
 class PlanSettings(CommandSettings):
     """The training, the choices to plan, the machine, and the output."""
@@ -140,6 +143,7 @@ class PlanSettings(CommandSettings):
     dtype: Annotated[str, _training("Parameters' dtype; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
     optimizer: Annotated[OptimizerChoice, _training(_OPTIMIZER, parse=_parse_optimizer, metavar="<name>")] = _USUAL
     states: Annotated[str | None, _training("Format of the optimizer's states. Default: fp32.", choices=STATES)] = None
+    accumulate: Annotated[str, _training(_SUMS, choices=("auto", "device", "host"))] = "auto"
     clip: Clip = 1.0
     activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
@@ -158,7 +162,7 @@ class PlanSettings(CommandSettings):
         from longshore.plan.job import Job
         from longshore.seam import DTYPES
 
-        names = ("batch_size", "seq_len", "accumulation", "tile_numel")
+        names = ("batch_size", "seq_len", "accumulation", "accumulate", "tile_numel")
         same = {name: getattr(self, name) for name in names}
         return Job(
             **same,

@@ -49,6 +49,7 @@ class Job:
     tile_numel: int | None = None  # elements in a tile; None: the engine's default
     optimizer_params: Mapping[str, Any] | None = None  # as in a DeepSpeed file; None: what the optimizer suggests
     states: str = StateFormat.FP32.value  # format of the optimizer's states, as in :class:`longshore.Offload`
+    accumulate: str = "auto"  # where several gradients of a step are added, as in :class:`longshore.Offload`
 
     def __post_init__(self) -> None:
         states = self.state_format.value
@@ -145,6 +146,8 @@ def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
             zero["offload_optimizer"]["ratio"] = choice.ratio
         if choice.speculation:
             own["speculation_memory"] = choice.speculation
+        if job.accumulate != "auto":
+            own["accumulate"] = job.accumulate
     if job.state_format is not StateFormat.FP32:
         zero.setdefault("offload_optimizer", {"device": choice.offload})["states"] = job.state_format.value
     if choice.streams:

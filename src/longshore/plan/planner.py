@@ -171,14 +171,15 @@ class Planner:
         return self.machine.staged and choice.offload == "cpu"
 
     def count(self, choice: PlanChoice) -> Candidate:
-        """Return the choice with its bytes. Gradients are added on the device where it has room for all sums."""
+        """Return the choice with its bytes. By themselves, gradients are added on the device where it has room for all
+        sums."""
         machine = self.machine
         layout = lay_out(self.model, self.job, choice, machine.ranks, machine.staged, threads=machine.threads_of_a_rank)
         found = self._count(choice, layout)
-        if found.missing_device > 0 or not layout.may_add_on_device:
+        if self.job.accumulate == "host" or not layout.may_add_on_device:
             return found
         added = self._count(choice, replace(layout, sums_on_device=True))
-        return added if added.fits else found
+        return added if added.fits or self.job.accumulate == "device" else found
 
     def _count(self, choice: PlanChoice, layout: RankLayout) -> Candidate:
         machine, counted = self.machine, count_bytes(layout)

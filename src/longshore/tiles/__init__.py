@@ -1,7 +1,7 @@
 """Tiles and their state machine, the tiers in which they rest, and the store of one process."""
 
+from longshore.tiles.arrivals import Accumulate
 from longshore.tiles.bets import SpeculationMemory, SpeculationRecord, memory_for_speculation
-from longshore.tiles.device_sums import Accumulate
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.parameter_store import ParameterStore

@@ -12,8 +12,8 @@ from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrices import MatrixSteps
 from longshore.tiles.matrix_exchange import MatrixExchange
+from longshore.tiles.memory import Slot
 from longshore.tiles.publishing import NewValues, publish
-from longshore.tiles.slots import Slot
 from longshore.tiles.tier import Active, Tier
 from longshore.tiles.tile import SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import wait_for_all

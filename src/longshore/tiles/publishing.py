@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from longshore.tiles.events import PUBLISH
+from longshore.tiles.memory import Slot
 from longshore.tiles.parcels import runs_of_neighbors
-from longshore.tiles.slots import Slot
 from longshore.tiles.tile import Segment, Tile
 from longshore.transfer import Bundle, Copy, CopyStreams
 

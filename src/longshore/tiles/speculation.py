@@ -20,8 +20,7 @@ from longshore.kernels import Buffer, HostRule, Kernels, Scale, copy_elements, p
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.bets import Due, EarlyNorms, Predictor, SpeculationMemory, SpeculationRecord, speculation_budget
 from longshore.tiles.events import DROPPED, KEPT, MEASURE, REDONE, STEP_AHEAD
-from longshore.tiles.memory import BufferKind, BufferPool
-from longshore.tiles.slots import Slot, cut_slots
+from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
 from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import CopyStreams, wait_for_all

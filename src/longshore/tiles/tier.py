@@ -16,13 +16,11 @@ from longshore.accelerator import Mark
 from longshore.kernels import HostKernels, Kernels, Outputs, Scale
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import MatrixRange, padded_bytes
-from longshore.tiles.arrivals import Arrivals
+from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
 from longshore.tiles.bets import SpeculationMemory
-from longshore.tiles.device_sums import Accumulate, DeviceSums
 from longshore.tiles.events import NO_RECORDER, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
-from longshore.tiles.memory import BufferPool, PendingReads, allocator_on
-from longshore.tiles.slots import Slot, Slots
+from longshore.tiles.memory import BufferPool, PendingReads, Slot, Slots, allocator_on
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep

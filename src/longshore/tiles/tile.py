@@ -16,9 +16,8 @@ from longshore.kernels import Buffer, HostRule, Outputs, TileSegment, take_array
 from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
 from longshore.layout.tiles import SegmentLayout, TileLayout
 from longshore.tiles.events import NO_RECORDER, STEP_IN_PLACE, Recorder
-from longshore.tiles.memory import BufferKind, BufferPool
+from longshore.tiles.memory import BufferKind, BufferPool, Slot
 from longshore.tiles.parcels import Parcel
-from longshore.tiles.slots import Slot
 from longshore.transfer import Copy
 
 
