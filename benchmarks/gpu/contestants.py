@@ -29,7 +29,9 @@ _NEVER = 1e9
 BY_HAND = "no offload: AdamW(fused=True) on fp32 masters, by hand"
 RESIDENT = "no offload: longshore's engine, device none"
 ENGINE = "longshore's engine, device cpu"
+ENGINE_HOST_SUMS = "longshore's engine, device cpu, gradients added on the host"
 AHEAD = "longshore's engine, device cpu, super_offload"
+AHEAD_HOST_SUMS = "longshore's engine, device cpu, super_offload, gradients added on the host"
 AHEAD_UNCLIPPED = "longshore's engine, device cpu, super_offload, nothing clipped"
 ONE_LINE = "longshore.AdamW, release_gradients"
 ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload, stage 2"
@@ -167,12 +169,15 @@ def _by_hand(model: nn.Module, way: Way) -> Training:
 # -- longshore ------------------------------------------------------------------
 
 
-def _engine(model: nn.Module, way: Way, max_norm: float = MAX_NORM, **offload_optimizer: Any) -> Training:
+def _engine(
+    model: nn.Module, way: Way, max_norm: float = MAX_NORM, accumulate: str = "auto", **offload_optimizer: Any
+) -> Training:
     import longshore
 
     config = zero_config(BUCKET_NUMEL, way.learning_rate, way.backwards)
     config["zero_optimization"]["offload_optimizer"] = offload_optimizer
     config["gradient_clipping"] = max_norm
+    config["longshore"] = {"accumulate": accumulate}
     engine, *_ = longshore.initialize(model=model, model_parameters=model.parameters(), config=config)
     optimizer: Any = engine.optimizer
     return Training(
@@ -267,7 +272,9 @@ _START: dict[str, Callable[[nn.Module, Way], Training]] = {
     BY_HAND: _by_hand,
     RESIDENT: lambda model, way: _engine(model, way, device="none"),
     ENGINE: lambda model, way: _engine(model, way, device="cpu"),
+    ENGINE_HOST_SUMS: lambda model, way: _engine(model, way, accumulate="host", device="cpu"),
     AHEAD: lambda model, way: _engine(model, way, device="cpu", super_offload=True),
+    AHEAD_HOST_SUMS: lambda model, way: _engine(model, way, accumulate="host", device="cpu", super_offload=True),
     AHEAD_UNCLIPPED: lambda model, way: _engine(model, way, _NEVER, device="cpu", super_offload=True),
     ONE_LINE: _one_line,
     ZERO_OFFLOAD: lambda model, way: _deepspeed(model, way, 2),

@@ -17,12 +17,23 @@ from benchmarks import llama
 from benchmarks.gpu import contest, contestants, figures, one_run, rows
 from benchmarks.gpu.__main__ import _chosen
 from benchmarks.gpu.contest import Contest, Point, Scale, Settings, largest_difference
-from benchmarks.gpu.contestants import AHEAD, BY_HAND, ENGINE, ONE_LINE, RESIDENT, TORCHAO, Training
+from benchmarks.gpu.contestants import (
+    AHEAD,
+    AHEAD_HOST_SUMS,
+    BY_HAND,
+    ENGINE,
+    ENGINE_HOST_SUMS,
+    ONE_LINE,
+    RESIDENT,
+    TORCHAO,
+    Training,
+)
 from benchmarks.gpu.one_run import Run, attempt
 from benchmarks.llama import LlamaSize
 from benchmarks.memory import PeakResident
 from benchmarks.report import MET, MISSED
 
+OURS = (RESIDENT, ENGINE, ENGINE_HOST_SUMS, AHEAD, AHEAD_HOST_SUMS, ONE_LINE)
 SIZE = LlamaSize(hidden_size=64, layers=1, intermediate_size=64, max_tokens=16)
 
 
@@ -47,10 +58,8 @@ def deterministic() -> Any:
 @pytest.mark.usefixtures("deterministic")
 def test_ours_are_the_same_bits_and_nobody_starts_elsewhere(run: Run) -> None:
     run = replace(run, deterministic=True)
-    results = {
-        name: one_run.train(replace(run, contestant=name)) for name in (BY_HAND, RESIDENT, ENGINE, AHEAD, ONE_LINE)
-    }
-    ours = [results[name] for name in (RESIDENT, ENGINE, AHEAD, ONE_LINE)]
+    results = {name: one_run.train(replace(run, contestant=name)) for name in (BY_HAND, *OURS)}
+    ours = [results[name] for name in OURS]
     assert len({result["weights_sha256"] for result in ours}) == 1
     assert all(result["losses"] == ours[0]["losses"] for result in ours)
     assert results[BY_HAND]["losses"][0] == ours[0]["losses"][0]  # same weights, same text
