@@ -23,7 +23,7 @@ from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, members_of, take_up
-from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.offload import StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
 from longshore.optim.released_gradients import ReleasedGradients
@@ -137,7 +137,7 @@ class OptimizerCore:
             if id(parameter) in self.by_id:
                 continue  # it was moved here from another group; as in torch, its state is its own and not the group's
             name = names[position] if names else f"{place}.{position}"
-            if is_lazy(parameter) and isinstance(self.offload, Offload):
+            if is_lazy(parameter) and self.offload.alone:
                 continue  # it is taken up when it has a shape
             check_parameter(parameter, name, device, self.offload.takes_shards)
             self.offload.check_member(parameter, name)
@@ -154,7 +154,7 @@ class OptimizerCore:
         """Lay out all groups that the optimizer was built with. As in torch, they may be filled later, unless ranks
         have to lay out the same. Raises ValueError if two parameters share memory."""
         self._building = False
-        if self.empty and not isinstance(self.offload, Offload):
+        if self.empty and not self.offload.alone:
             raise ValueError("optimizer got parameter groups without a single parameter")
         check_no_shared_memory(self.records)
         self._lay_out(self.records)
@@ -162,7 +162,7 @@ class OptimizerCore:
     def _lay_out(self, records: list[ParameterRecord]) -> None:
         if not records:
             return
-        if self.release_gradients and isinstance(self.offload, Offload):
+        if self.release_gradients and self.offload.alone:
             check_not_wrapped([record.parameter for record in records])
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
@@ -188,7 +188,7 @@ class OptimizerCore:
         if self._source is None or not found or any(record.has_state for record in self.records):
             return False
         known = [record for key, record in self.by_id.items() if key in found]
-        moved = isinstance(self.offload, Offload) and any(record.moved for record in known)
+        moved = self.offload.alone and any(record.moved for record in known)
         return not known or (moved and not self._source.produced)
 
     def _lay_out_anew(self) -> None:

@@ -13,7 +13,7 @@ from longshore.errors import ParameterError
 from longshore.layout.tiles import MatrixLayout
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import GradientSource
-from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.offload import StoreFactory
 from longshore.optim.parameters import ParameterRecord, is_lazy
 from longshore.optim.state import StateOwner
 
@@ -110,7 +110,7 @@ def take_up(core: GroupOwner) -> None:
             or is in the groups twice.
         ValueError: a parameter, which the message names, cannot be stepped.
     """
-    if not isinstance(core.offload, Offload):
+    if not core.offload.alone:
         raise ParameterError(
             "a parameter group holds a tensor that this optimizer was not built with; "
             "use optimizer.add_param_group(), or build the optimizer anew"

@@ -28,6 +28,8 @@ class StoreFactory(ABC):
     """Whether parameters may be DTensors, of which this process has a shard."""
     detect_writes: bool = True
     """Whether each step looks for writes to parameters that torch cannot see."""
+    alone: ClassVar[bool] = False
+    """Whether the store is this process's own: no other ranks have a part of its state, or have to act with it."""
     keeps_shards: ClassVar[bool] = False
     """Whether the store keeps state only for this process's shards of DTensors."""
     leaf_of: Callable[[Tensor], Tensor | None] | None = None
@@ -124,6 +126,7 @@ class Offload(StoreFactory):
     states: str = StateFormat.FP32.value
     states_seed: int = 0
     accumulate: Accumulate = "auto"
+    alone: ClassVar[bool] = True
     keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:

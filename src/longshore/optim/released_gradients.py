@@ -37,7 +37,7 @@ from longshore.optim.released import (
     remove_all,
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
-from longshore.tiles import GRADIENT, ParameterStore, TileStore
+from longshore.tiles import GRADIENT, ParameterStore
 
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -56,7 +56,7 @@ class ReleasedGradients(GradientSource):
     def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
         self._number = next(_NUMBERS)
-        self._unchecked = isinstance(store, TileStore)  # an engine's model was checked
+        self._unchecked = store.alone  # an engine's model was checked
         self._wrapped: ValueError | None = None
         self._hooks: dict[int, ReleaseHooks] = {}
         self._indices: dict[int, int] = {}
@@ -202,7 +202,7 @@ class ReleasedGradients(GradientSource):
         if leaf is record.parameter and is_sum_over_ranks(gradient) and self.store.arrivals(index) == 0:
             return  # torch adds the addends of several backwards on each rank, and reduces once: collect() does too
         if in_compiled_autograd():
-            if not isinstance(self.store, TileStore):
+            if not self.store.alone:
                 refuse_compiled_autograd()
             return  # it does not call the first hook, and would add the next gradient to a placeholder
         if has_graphs(record.device):
@@ -356,8 +356,8 @@ def released_gradient(parameter: Tensor) -> Tensor | None:
         if index is None or source.gave_up(index):
             continue
         # Of all parameters where ranks agree on what they have.
-        alone = isinstance(source.store, TileStore)
-        gradients = source.store.agree(source.collect_one(index) if alone else source.collect(), reading=True)
+        found = source.collect_one(index) if source.store.alone else source.collect()
+        gradients = source.store.agree(found, reading=True)
         if index in gradients:
             found = gradients[index]
             return source.store.read_state(index, GRADIENT) if found is None else found.float().cpu()

@@ -325,7 +325,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             BrokenStateError: a step failed half way.
         """
         core = self._core
-        if not isinstance(core.offload, Offload):
+        if not core.offload.alone:
             raise TypeError(
                 "the optimizer of an engine cannot be copied or pickled: its state is spread over ranks, which have to "
                 "act together. Use engine.save_checkpoint(), or copy its state_dict()"

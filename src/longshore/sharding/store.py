@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class ShardedStore(ParameterStore):
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
     """
+
+    alone: ClassVar[bool] = False
 
     def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self._local = local

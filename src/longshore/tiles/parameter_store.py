@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -24,11 +24,13 @@ class ParameterStore(Protocol):
     """Optimizer state and gradients by parameter.
 
     Attributes:
+        alone: whether this process has the whole state.
         broken: why a commit, or the loading of a checkpoint, ended half way; nothing is stepped until a whole state is
             loaded.
         recorders: recorders that receive the events of the tiles.
     """
 
+    alone: ClassVar[bool]
     broken: Breakage | None
     recorders: tuple[Recorder, ...]
 

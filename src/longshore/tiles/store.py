@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class TileStore:
         values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
             master where it is stepped in place.
     """
+
+    alone: ClassVar[bool] = True
 
     def __init__(
         self,
