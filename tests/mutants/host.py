@@ -706,4 +706,12 @@ MUTANTS = [
         "if False:",
         (DEVICE_SUMS,),
     ),
+    Mutant(
+        "a step that cannot get memory for sums is broken",
+        "Tier.end_step",
+        "self.device_sums.give_up()",
+        "raise",
+        ("tests/simulated_device/test_device_sums.py",),
+        on_device=True,
+    ),
 ]

@@ -104,6 +104,22 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for() -> None:
     assert_equal(auto, host)
 
 
+def test_without_host_memory_for_sums_the_host_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for when a step was made, which must not break then."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory can be pinned")
+
+    auto, host = Training("auto"), Training("host")
+    with monkeypatch.context() as patched:
+        patched.setattr("longshore.tiles.memory.Slots.for_sums", fails)
+        auto.window(0, 1, 2)
+    host.window(0, 1, 2)
+    for training in (auto, host):
+        training.window(3, 4, 5)
+    assert_equal(auto, host)
+
+
 def test_more_backwards_that_are_announced() -> None:
     """There is no memory yet to which their sums could be copied."""
     auto, host = Training("auto"), Training("host")

@@ -90,7 +90,7 @@ class DeviceSums:
 
     @property
     def num_bytes(self) -> int:
-        return sum(kept.values.nbytes for kept in self._kept.values())
+        return sum(kept.values.nbytes for kept in list(self._kept.values()))
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._kept
@@ -146,6 +146,10 @@ class DeviceSums:
         """Drop all gradients."""
         self._kept.clear()
         self._reserved_bytes = 0
+
+    def give_up(self) -> None:
+        """Keep no further gradients: there is no host memory to which their sums could be copied."""
+        self._accumulate, self._room_bytes = "host", 0
 
     def end_window(self) -> None:
         """With ``"auto"``, find out how much room the device has."""
@@ -203,6 +207,8 @@ class Arrivals:
         # The thread that brings gradients lands them, and so does the worker.
         self._lock = threading.Lock()
         self._waiting = Waiting(streams.most_together)
+        self.had_several = False
+        """Whether any window had several gradients of one parameter."""
 
     @property
     def slot_bytes(self) -> int:
@@ -230,6 +236,7 @@ class Arrivals:
     def count(self, tile: Tile, segment: Segment) -> None:
         """Count one more gradient of a segment."""
         tile.arrived(segment)
+        self.had_several |= segment.arrivals > 1
         tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
 
     def copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:

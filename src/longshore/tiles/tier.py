@@ -118,7 +118,7 @@ class Tier:
                 tile.slot = slot
             self.arrivals.make_slots(max(sizes))
             if self.device_sums.from_the_first_window:
-                self._make_sum_slots(added)
+                self._make_sum_slots(tile for tile in added if not tile.takes_sums)
         else:
             for tile in self.tiles:
                 tile.slot = None  # growing may free it
@@ -127,7 +127,7 @@ class Tier:
 
     def _make_sum_slots(self, tiles: Iterable[Tile]) -> None:
         """Allocate memory for sums that come from the device. This is not done in a hook; see :func:`cut_slots`."""
-        without = [tile for tile in tiles if not tile.takes_sums]
+        without = [*tiles]
         sizes = [4 * tile.layout.buffer_numel for tile in without]
         for tile, slot in zip(without, self.slots.for_sums(sizes), strict=True):
             tile.have_sum_slot(slot)
@@ -321,9 +321,13 @@ class Tier:
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
         self.sums.trim()
         self.speculator.end_window(self.tiles, scale)
-        self.device_sums.end_window()
+        if self.arrivals.had_several:
+            self.device_sums.end_window()
         if self.device_sums.wanted:
-            self._make_sum_slots(tile for tile in self.tiles if tile.had_several)
+            try:
+                self._make_sum_slots(tile for tile in self.tiles if not tile.takes_sums and tile.had_several)
+            except (RuntimeError, OSError, MemoryError):  # the step is done: the host goes on to add
+                self.device_sums.give_up()
 
     def end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
         for tile in tiles:
