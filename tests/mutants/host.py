@@ -708,9 +708,17 @@ MUTANTS = [
     ),
     Mutant(
         "a step that cannot get memory for sums is broken",
-        "Tier.end_step",
+        "Tier._have_sum_slots",
         "self.device_sums.give_up()",
         "raise",
+        ("tests/simulated_device/test_device_sums.py",),
+        on_device=True,
+    ),
+    Mutant(
+        "memory for sums is there twice",
+        "Tier._have_sum_slots",
+        "self.sums.clear()",
+        "",
         ("tests/simulated_device/test_device_sums.py",),
         on_device=True,
     ),

@@ -11,6 +11,7 @@ from streaming.test_chaos import delays
 from torch import Tensor, nn
 
 import longshore
+from longshore.tiles.memory import Slots
 from simulated_device import counts, native
 
 pytestmark = pytest.mark.simulated
@@ -118,6 +119,20 @@ def test_without_host_memory_for_sums_the_host_adds(monkeypatch: pytest.MonkeyPa
     for training in (auto, host):
         training.window(3, 4, 5)
     assert_equal(auto, host)
+
+
+def test_memory_for_sums_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host added in the first window, and its memory for that is gone before other memory is pinned."""
+    auto, counted = Training("auto"), []
+    made = Slots.for_sums
+
+    def counting(self: Slots, sizes: Any) -> Any:
+        counted.append(auto.optimizer.host_bytes()["accumulators"])
+        return made(self, sizes)
+
+    monkeypatch.setattr(Slots, "for_sums", counting)
+    auto.window(0, 1, 2)
+    assert counted == [0] and auto.optimizer.host_bytes()["accumulators"] >= 4 * WEIGHTS
 
 
 def test_more_backwards_that_are_announced() -> None:

@@ -118,18 +118,17 @@ class Tier:
                 tile.slot = slot
             self.arrivals.make_slots(max(sizes))
             if self.device_sums.from_the_first_window:
-                self._make_sum_slots(tile for tile in added if not tile.takes_sums)
+                self._make_sum_slots([tile for tile in added if not tile.takes_sums])
         else:
             for tile in self.tiles:
                 tile.slot = None  # growing may free it
         if shared:
             self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
 
-    def _make_sum_slots(self, tiles: Iterable[Tile]) -> None:
+    def _make_sum_slots(self, tiles: Sequence[Tile]) -> None:
         """Allocate memory for sums that come from the device. This is not done in a hook; see :func:`cut_slots`."""
-        without = [*tiles]
-        sizes = [4 * tile.layout.buffer_numel for tile in without]
-        for tile, slot in zip(without, self.slots.for_sums(sizes), strict=True):
+        sizes = [4 * tile.layout.buffer_numel for tile in tiles]
+        for tile, slot in zip(tiles, self.slots.for_sums(sizes), strict=True):
             tile.have_sum_slot(slot)
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
@@ -324,8 +323,15 @@ class Tier:
         if self.arrivals.had_several:
             self.device_sums.end_window()
         if self.device_sums.wanted:
+            self._have_sum_slots()
+
+    def _have_sum_slots(self) -> None:
+        """Give tiles that had several gradients memory for sums that come from the device."""
+        without = [tile for tile in self.tiles if not tile.takes_sums and tile.had_several]
+        if without:
+            self.sums.clear()  # or there would be twice as much memory for a while
             try:
-                self._make_sum_slots(tile for tile in self.tiles if not tile.takes_sums and tile.had_several)
+                self._make_sum_slots(without)
             except (RuntimeError, OSError, MemoryError):  # the step is done: the host goes on to add
                 self.device_sums.give_up()
 
