@@ -77,3 +77,21 @@ def test_optimizers_that_take_no_gradients_in_backward_refuse_it() -> None:
         longshore.AdamW(parameters, offload=longshore.Offload(accumulate="device"))
     with pytest.raises(ValueError, match="accumulate='host' is for gradients on their way to the host"):
         longshore.Offload(device="none", accumulate="host")
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("device", "several gradients of one step are added on the device"),
+        ("host", "several gradients of one step are added on the host"),
+        ("auto", "several gradients of one step are added on the host"),  # without a device
+    ],
+)
+def test_explain_says_where(
+    value: Any, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.optim.offload.streams_for", lambda device: longshore.SimulatedTransfer())
+    engine = longshore.initialize(model=nn.Linear(4, 4), config=file(accumulate=value)).engine
+    engine.explain()
+    assert said in capsys.readouterr().out.splitlines()
+    engine.destroy()

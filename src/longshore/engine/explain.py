@@ -88,6 +88,8 @@ class Explanation:
     """The formats that parameters have: with ``"8bit"``, small ones have ``"bf16"``."""
     speculation: SpeculationRecord | None
     """Tiles that were stepped ahead in the last window; None if stepping ahead is off."""
+    sums: str
+    """Where several gradients of one window are added."""
     cpus: str
     """The CPUs and threads of this rank, with the reason."""
     streaming: str | None = None
@@ -108,6 +110,7 @@ class Explanation:
             f"to {self.tile_numel:,} elements"
         )
         console.print(self._states_line())
+        console.print(f"several gradients of one step are added {self.sums}")
         console.print(f"CPUs: {self.cpus}")
         for memory, kinds in (("host", self.host_bytes), ("device", self.device_bytes)):
             parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
@@ -206,6 +209,7 @@ def explain(
         states=core.offload.state_format.value,
         states_by_format=_states_by_format(records),
         speculation=optimizer.speculation,
+        sums=local.tier.device_sums.text,
         cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
         streaming=None if stream is None else stream.explain(),
     )

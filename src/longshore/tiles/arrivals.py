@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from longshore.accelerator import Mark, memory_of
+from longshore.byte_sizes import format_byte_size
 from longshore.kernels import Kernels
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
@@ -91,6 +92,16 @@ class DeviceSums:
     @property
     def num_bytes(self) -> int:
         return sum(kept.values.nbytes for kept in list(self._kept.values()))
+
+    @property
+    def text(self) -> str:
+        """Where several gradients of a window are added, in words."""
+        if self._accumulate == "host":
+            return "on the host"
+        if self._accumulate == "device":
+            return "on the device"
+        room = format_byte_size(max(0, int(self._room_bytes)))
+        return f"on the device while it has room (for {room} now, known after a window with several), else on the host"
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._kept
