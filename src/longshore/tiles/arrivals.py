@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -68,16 +69,19 @@ class DeviceSums:
 
     def __init__(self, streams: CopyStreams, accumulate: Accumulate) -> None:
         self._streams = streams
-        without_device = (
-            streams.device.type == "cpu" and accumulate == "auto"
-        )  # which a simulated transfer does not fill
-        self._accumulate = "host" if without_device or not streams.staged else accumulate
+        # A simulated transfer has no device whose room could be asked for.
+        asks_nobody = accumulate == "auto" and streams.device.type == "cpu"
+        self._accumulate = "host" if asks_nobody or not streams.staged else accumulate
         self._kept: dict[int, Kept] = {}
-        self._room_bytes: float = float("inf") if accumulate == "device" else 0
-        self._reserved_bytes = self._most_bytes = 0
-        """Bytes of the sums that there will be in this window, and the most there were."""
+        self._room_bytes: float = math.inf if accumulate == "device" else 0
+        self._shown_bytes: float = math.inf
+        """Bytes that fitted where an allocation failed: there is room for no more."""
+        self._reserved_bytes = 0
+        """Bytes of the sums that there will be in this window."""
+        self.num_bytes = self._most_bytes = 0
+        """Bytes of what is here, and the most in this window."""
         self._peak_bytes = self._others_bytes = 0
-        """The most that all tensors of the device took so far, and of that what others than these sums took."""
+        """The most that all tensors of the device took so far, and of that what others than these took."""
 
     @property
     def wanted(self) -> bool:
@@ -90,17 +94,13 @@ class DeviceSums:
         return self._accumulate == "device"
 
     @property
-    def num_bytes(self) -> int:
-        return sum(kept.values.nbytes for kept in list(self._kept.values()))
-
-    @property
     def text(self) -> str:
         """Where several gradients of a window are added, in words."""
         if self._accumulate == "host":
             return "on the host"
         if self._accumulate == "device":
             return "on the device"
-        room = format_byte_size(max(0, int(self._room_bytes)))
+        room = format_byte_size(max(0, int(min(self._room_bytes, self._shown_bytes))))
         return f"on the device while it has room (for {room} now, known after a window with several), else on the host"
 
     def __contains__(self, parameter: int) -> bool:
@@ -117,13 +117,17 @@ class DeviceSums:
         is not known."""
         if expected == 1 or (expected == 0 and not self.from_the_first_window):
             return False
-        return self._reserved_bytes + _SUM_BYTES * numel <= self._room_bytes
+        return self._reserved_bytes + _SUM_BYTES * numel <= min(self._room_bytes, self._shown_bytes)
 
     def keep(self, parameter: int, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Keep the first gradient of a parameter, flat, which autograd does not know."""
         self._kept[parameter] = Kept(gradient, ready, self._streams.stream())
         self._reserved_bytes += _SUM_BYTES * gradient.numel()
-        self._most_bytes = max(self._most_bytes, self._reserved_bytes)
+        self._count(gradient.nbytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._most_bytes = max(self._most_bytes, self.num_bytes)
 
     def add(self, parameter: int, gradient: Tensor) -> bool:
         """Add a later gradient on the current stream; return False, and change nothing, if there is no memory for the
@@ -131,6 +135,7 @@ class DeviceSums:
         kept, stream = self._kept[parameter], self._streams.stream()
         if stream != kept.stream:
             self._streams.follow(kept.ready, kept.values)
+        before = kept.values.nbytes
         try:
             if kept.summed:
                 kept.values.add_(gradient)
@@ -139,8 +144,9 @@ class DeviceSums:
             else:
                 kept.values = kept.values.float().add_(gradient)
         except torch.OutOfMemoryError:
-            self._room_bytes = 0
+            self._shown_bytes = self._reserved_bytes - _SUM_BYTES * gradient.numel()
             return False
+        self._count(kept.values.nbytes - before)
         kept.ready, kept.stream, kept.summed = self._streams.mark(), stream, True
         return True
 
@@ -152,11 +158,12 @@ class DeviceSums:
         kept = self._kept.pop(parameter, None)
         if kept is not None:
             self._reserved_bytes -= _SUM_BYTES * kept.values.numel()
+            self.num_bytes -= kept.values.nbytes
 
     def clear(self) -> None:
         """Drop all gradients."""
         self._kept.clear()
-        self._reserved_bytes = 0
+        self._reserved_bytes = self.num_bytes = 0
 
     def give_up(self) -> None:
         """Keep no further gradients: there is no host memory to which their sums could be copied."""
