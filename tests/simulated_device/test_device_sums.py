@@ -162,6 +162,7 @@ def test_without_memory_for_a_sum_the_host_adds(monkeypatch: pytest.MonkeyPatch)
     add, made = DeviceSums.add, []
 
     def on_a_full_device(self: DeviceSums, parameter: int, gradient: Tensor) -> bool:
+        torch.accelerator.empty_cache()
         native().set_budget(torch.accelerator.memory_allocated())
         made.append(add(self, parameter, gradient))
         native().set_budget(PLENTY)
