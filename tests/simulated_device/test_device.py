@@ -153,6 +153,26 @@ def test_a_budget() -> None:
     assert (kept.sum() + other.sum()).item() == 0.0
 
 
+@pytest.mark.parametrize("priority", [0, -1, -2])
+def test_memory_is_given_back_once_no_stream_uses_it(priority: int) -> None:
+    """As with CUDA, whatever the priority of the stream."""
+    stream = torch.Stream(DEVICE, priority=priority)
+    pinned = torch.zeros(1 << 12, pin_memory=True)
+    with stream:
+        values = torch.ones(1 << 12, device=DEVICE)
+        stream.synchronize()
+        native().set_delays(0, 0, 20_000)
+        try:
+            for _ in range(5):
+                pinned.copy_(values, non_blocking=True)
+            del values
+            torch.accelerator.empty_cache()
+            stream.synchronize()
+        finally:
+            native().set_delays(0, 0, 0)
+    assert bool((pinned == 1).all())
+
+
 def test_what_is_counted() -> None:
     source = torch.ones(1000, pin_memory=True)
     there = source.to(DEVICE, non_blocking=True)

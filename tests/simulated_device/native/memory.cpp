@@ -200,7 +200,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
 
   void empty_cache_of(int device) {
     // As with CUDA, the host waits for the device: kernels under way may still use what is given back.
-    for (int id = 0; id <= POOL_STREAMS; id++)
+    for (int id = 0; id < ALL_STREAMS; id++)
       if (!queue_of(device, id).idle()) mark(stream_of(device, id))->wait();
     for (auto& [key, blocks] : cached_) {
       if (std::get<0>(key) != device) continue;

@@ -197,7 +197,7 @@ Delays delays() {
 
 void set_delays(uint64_t seed, int kernel_us, int copy_us) {
   for (int device = 0; device < device_count(); device++)
-    for (int id = 0; id <= POOL_STREAMS; id++) queue_of(device, id).seed(seed * 1000 + device * 100 + id);
+    for (int id = 0; id < ALL_STREAMS; id++) queue_of(device, id).seed(seed * 1000 + device * 100 + id);
   std::lock_guard<std::mutex> lock(state_mutex);
   delays_now = {kernel_us, copy_us};
 }
