@@ -58,8 +58,9 @@ def is_capturing(device: torch.device) -> bool:
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Return the bytes of ``device`` that tensors of this process have or could have, and the most that they had."""
     module = torch.get_device_module(device)
-    free_bytes, _ = module.mem_get_info(device)
-    return free_bytes + module.memory_reserved(device), module.max_memory_allocated(device)
+    free_bytes, all_bytes = module.mem_get_info(device)
+    share = getattr(module, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+    return min(free_bytes + module.memory_reserved(device), int(share * all_bytes)), module.max_memory_allocated(device)
 
 
 def has_graphs(device: torch.device) -> bool:

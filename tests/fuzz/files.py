@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -88,6 +89,10 @@ def _valid(dice: random.Random, world: int) -> dict[str, Any]:
     }
 
 
+def _mistake(dice: random.Random) -> Any:
+    return copy.deepcopy(dice.choice(_MISTAKES))  # one that is a section may get a mistake of its own, and be itself
+
+
 def _mistaken(dice: random.Random, config: dict[str, Any]) -> None:
     """Make one mistake somewhere."""
     sections = [config]
@@ -95,23 +100,21 @@ def _mistaken(dice: random.Random, config: dict[str, Any]) -> None:
         sections += [value for value in each.values() if isinstance(value, dict)]
     section = dice.choice(sections)
     if not section:
-        section[dice.choice(["enabled", "stage", "lr"])] = dice.choice(_MISTAKES)
+        section[dice.choice(["enabled", "stage", "lr"])] = _mistake(dice)
         return
     key = dice.choice(list(section))
     kind = dice.choice(["value"] * 5 + ["left out", "misspelt", "moved", "more"])
     if kind == "value":
-        section[key] = dice.choice(_MISTAKES)
+        section[key] = _mistake(dice)
     elif kind == "left out":
         del section[key]
     elif kind == "misspelt":
         place = dice.randrange(len(key) or 1)
         section[dice.choice([key[:place] + key[place + 1 :], key.upper(), f"{key}s", f" {key}"])] = section.pop(key)
     elif kind == "moved":
-        dice.choice(sections)[key] = section.pop(key) if section is not config else dice.choice(_MISTAKES)
+        dice.choice(sections)[key] = section.pop(key) if section is not config else _mistake(dice)
     else:
-        section[dice.choice(["fp16", "bf16", "stage", "enabled", "device", "lr", "amp", "ratio"])] = dice.choice(
-            _MISTAKES
-        )
+        section[dice.choice(["fp16", "bf16", "stage", "enabled", "device", "lr", "amp", "ratio"])] = _mistake(dice)
 
 
 class Refused(ValueError):

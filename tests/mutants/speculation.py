@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "the device's part is stepped where the host's cannot be",
         "TileStore._drain",
-        "for failure in [tier.drain() for tier in self.tiers]:",
-        "for failure in [tier.drain() for tier in self.tiers[:1]]:",
+        "self._fail_by((tier.drain() for tier in self.tiers))",
+        "self._fail_by((tier.drain() for tier in self.tiers[:1]))",
         (SPLIT,),
     ),
     Mutant(

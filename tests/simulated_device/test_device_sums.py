@@ -117,7 +117,7 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for(monkeypatch: py
 
 
 def test_without_host_memory_for_sums_the_host_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for when a step was made, which must not break then."""
+    """Sums come to memory that is not pinned."""
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("no memory can be pinned")
@@ -126,14 +126,15 @@ def test_without_host_memory_for_sums_the_host_adds(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr("longshore.tiles.memory.Slots.for_sums", fails)
         auto.window(0, 1, 2)
-    host.window(0, 1, 2)
+        auto.window(3, 4, 5)
     for training in (auto, host):
-        training.window(3, 4, 5)
+        for window in range(0 if training is host else 2, 4):
+            training.window(*range(3 * window, 3 * window + 3))
     assert_equal(auto, host)
 
 
 def test_memory_for_sums_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host added in the first window, and its memory for that is gone before other memory is pinned."""
+    """The host added in the first window; its memory for that is gone before other memory is pinned in the second."""
     auto, counted = Training("auto"), []
     made = Slots.for_sums
 
@@ -143,6 +144,7 @@ def test_memory_for_sums_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Slots, "for_sums", counting)
     auto.window(0, 1, 2)
+    auto.window(3, 4, 5)
     assert counted == [0] and auto.optimizer.host_bytes()["accumulators"] >= 4 * WEIGHTS
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from freed import without_collector
 from torch import Tensor, nn
 
 import longshore
@@ -248,6 +250,90 @@ def test_a_copy_that_fails_ends_the_window(steady: Training, monkeypatch: pytest
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(steady.weights(), before, strict=True))
     steady.optimizer.zero_grad()
     steady.window(5, 6, 7)
+
+
+def test_a_gradient_that_a_hook_kept_and_somebody_writes() -> None:
+    """In plain PyTorch the write would be one to .grad."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(40, 30))
+    kept: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))  # pyright: ignore
+    offload = Offload(transfer=SimulatedTransfer(), accumulate="device")
+    optimizer = longshore.AdamW([parameter], release_gradients=True, offload=offload)
+    (parameter * 2).sum().backward()
+    kept[0].mul_(7)
+    with pytest.raises(longshore.GradientError, match="was written after backward had brought it"):
+        optimizer.step()
+    optimizer.zero_grad()
+    (parameter * 2).sum().backward()
+    (parameter * 2).sum().backward()
+    optimizer.step()
+
+
+def test_memory_for_sums_goes_when_there_are_none(steady: Training) -> None:
+    numel = sum(tile.layout.buffer_numel for tile in steady.store.tiles)
+    assert steady.optimizer.host_bytes()["accumulators"] >= 4 * numel
+    for number in range(3):
+        steady.window(number)
+        assert (steady.optimizer.host_bytes()["accumulators"] > 0) is (number < 2)
+    host = Training("host")
+    for training, windows in ((host, [(0, 1, 2), (0, 1, 2), (0,), (1,), (2,)]), (steady, [])):
+        for window in windows:
+            training.window(*window)
+    for training in (steady, host):
+        training.window(3, 4, 5)
+        training.window(6, 7, 8)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(steady.weights(), host.weights(), strict=True))
+
+
+def test_always_one_backward_takes_no_memory_for_sums() -> None:
+    training = Training("device")
+    for number in range(4):
+        training.window(number)
+        assert training.optimizer.host_bytes()["accumulators"] == 0
+
+
+def test_without_pinned_memory_sums_come_to_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory can be pinned")
+
+    def program(training: Training) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("longshore.tiles.memory.Slots.for_sums", fails)
+            training.window(0, 1, 2)
+            training.window(3, 4, 5, 6)
+        training.window(7, 8, 9)
+
+    equal(program)
+
+
+def test_an_optimizer_that_is_closed_lets_go_of_sums(steady: Training) -> None:
+    steady.backward(3)
+    steady.backward(4)
+    steady.optimizer.close()
+    assert steady.store.device_bytes() == {}
+    with pytest.raises(
+        longshore.LongshoreError, match="was closed before the step for which gradients were on the dev"
+    ):
+        steady.optimizer.step()
+
+
+def test_what_fails_at_the_step_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_collector():
+        training = Training("device")
+        training.window(0, 1, 2)
+        training.backward(3)
+        training.backward(4)
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("the link is gone")
+
+        training.transfer.down.copy = fails
+        with pytest.raises(longshore.GradientError):
+            training.optimizer.step()
+        store = weakref.ref(training.store)
+        del training
+        assert store() is None
 
 
 @pytest.mark.parametrize("value", ["gpu", None, True])

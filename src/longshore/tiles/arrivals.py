@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from longshore.accelerator import Mark, memory_of
 from longshore.byte_sizes import format_byte_size
+from longshore.errors import GradientError
 from longshore.kernels import Kernels
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
@@ -46,12 +47,14 @@ class Kept:
         values: flat, in the gradient's dtype; a sum is float32.
         ready: position from which on they are valid.
         stream: the stream on which they were computed; None where the host computes them.
+        version: how often torch had seen them written.
         summed: whether this is a sum.
     """
 
     values: Tensor
     ready: Sequence[Mark]
     stream: object
+    version: int
     summed: bool = False
 
 
@@ -84,16 +87,6 @@ class DeviceSums:
         """The most that all tensors of the device took so far, and of that what others than these took."""
 
     @property
-    def wanted(self) -> bool:
-        """Whether any gradient may stay, in the next window at the latest."""
-        return self._accumulate != "host" and self._room_bytes > 0
-
-    @property
-    def from_the_first_window(self) -> bool:
-        """Whether gradients stay before it is known how many a window has."""
-        return self._accumulate == "device"
-
-    @property
     def text(self) -> str:
         """Where several gradients of a window are added, in words."""
         if self._accumulate == "host":
@@ -112,16 +105,20 @@ class DeviceSums:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
+    def isdisjoint(self, parameters: Iterable[int]) -> bool:
+        """Return whether none of these parameters has a gradient here."""
+        return self._kept.keys().isdisjoint(parameters)
+
     def has_room(self, numel: int, expected: int) -> bool:
         """Return whether the first gradient of a parameter is to stay; ``expected``: how many are expected, 0 if that
         is not known."""
-        if expected == 1 or (expected == 0 and not self.from_the_first_window):
+        if expected == 1 or (expected == 0 and self._accumulate != "device"):
             return False
         return self._reserved_bytes + _SUM_BYTES * numel <= min(self._room_bytes, self._shown_bytes)
 
     def keep(self, parameter: int, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Keep the first gradient of a parameter, flat, which autograd does not know."""
-        self._kept[parameter] = Kept(gradient, ready, self._streams.stream())
+        self._kept[parameter] = Kept(gradient, ready, self._streams.stream(), gradient._version)
         self._reserved_bytes += _SUM_BYTES * gradient.numel()
         self._count(gradient.nbytes)
 
@@ -131,8 +128,12 @@ class DeviceSums:
 
     def add(self, parameter: int, gradient: Tensor) -> bool:
         """Add a later gradient on the current stream; return False, and change nothing, if there is no memory for the
-        sum."""
-        kept, stream = self._kept[parameter], self._streams.stream()
+        sum.
+
+        Raises:
+            GradientError: see :meth:`checked`.
+        """
+        kept, stream = self.checked(parameter), self._streams.stream()
         if stream != kept.stream:
             self._streams.follow(kept.ready, kept.values)
         before = kept.values.nbytes
@@ -148,10 +149,28 @@ class DeviceSums:
             return False
         self._count(kept.values.nbytes - before)
         kept.ready, kept.stream, kept.summed = self._streams.mark(), stream, True
+        kept.version = kept.values._version
         return True
 
-    def get(self, parameter: int) -> Kept | None:
-        return self._kept.get(parameter)
+    def checked(self, parameter: int) -> Kept:
+        """Return a parameter's gradient. Raises GradientError if it was written since it came."""
+        kept = self._kept[parameter]
+        if kept.values._version != kept.version:
+            raise GradientError(
+                "a gradient was written after backward had brought it, through a tensor that a hook had kept: it stays "
+                "on the device, where others of the same step are added to it. Change gradients in tensor hooks "
+                "(Tensor.register_hook), or let the host add (accumulate='host'), which copies them at once"
+            )
+        return kept
+
+    def may_leave(self, parameter: int, parts: Iterable[tuple[Tile, Segment]]) -> bool:
+        """Return whether a gradient is here for which there is memory on the host to which a hook may copy it."""
+        kept = self._kept.get(parameter)
+        return kept is not None and (not kept.summed or all(tile.takes_sums for tile, _ in parts))
+
+    def sums(self) -> list[int]:
+        """Return the parameters of which there are sums."""
+        return [parameter for parameter, kept in self._kept.items() if kept.summed]
 
     def pop(self, parameter: int) -> None:
         """Let go of a parameter's gradient, if it is here."""
@@ -165,15 +184,15 @@ class DeviceSums:
         self._kept.clear()
         self._reserved_bytes = self.num_bytes = 0
 
-    def give_up(self) -> None:
-        """Keep no further gradients: there is no host memory to which their sums could be copied."""
-        self._accumulate, self._room_bytes = "host", 0
-
-    def end_window(self) -> None:
-        """With ``"auto"``, find out how much room the device has."""
-        if self._accumulate != "auto":
+    def end_window(self, several: bool) -> None:
+        """With ``"auto"``, find out how much room the device has, once there were ``several`` gradients in a window."""
+        if self._accumulate != "auto" or not (several or self._peak_bytes):
             return
-        most_bytes, peak_bytes = memory_of(self._streams.device)
+        try:
+            most_bytes, peak_bytes = memory_of(self._streams.device)
+        except (AttributeError, RuntimeError):  # a device that cannot say it; the step is done
+            self._accumulate = "host"
+            return
         if peak_bytes > self._peak_bytes:
             self._others_bytes = max(self._others_bytes, peak_bytes - self._most_bytes)
         self._peak_bytes, self._most_bytes = peak_bytes, 0
@@ -226,7 +245,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._waiting = Waiting(streams.most_together)
         self.had_several = False
-        """Whether any window had several gradients of one parameter."""
+        """Whether this window had several gradients of one parameter."""
 
     @property
     def slot_bytes(self) -> int:
@@ -261,6 +280,11 @@ class Arrivals:
         """Copy all that has arrived of a segment so far: its first gradient, or the float32 sum of several."""
         entry = Entry(segment.place, segment.layout, gradient, ready)
         slot = tile.slot_for(gradient)
+        if slot is None and tile.slot is not None:  # there is no pinned memory for sums
+            total = self._have_sums(tile)[0, segment.layout.in_buffer]
+            segment.handle = self._streams.stage(gradient, total, ready, None)
+            segment.gradient, segment.summed = total, True
+            return
         if slot is None or not entry.travels_with_others:
             segment.handle = self._copy(tile, entry, slot)
             segment.gradient = segment.handle.target
@@ -309,11 +333,15 @@ class Arrivals:
         recorder.copying(COPY_TO_HOST, tile.layout.index, handles[-1], begin_ns)
         return handles
 
-    def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
+    def _have_sums(self, tile: Tile) -> Tensor:
         if tile.sums is None:
             sums = self._sums.take(BufferKind(tile.layout.buffer_numel, 1))
             assert isinstance(sums, Tensor)
             tile.sums = sums
+        return tile.sums
+
+    def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
+        self._have_sums(tile)
         segment.adding = True
         addition = _Addition(tile, segment, entry, tile.window)
         try:

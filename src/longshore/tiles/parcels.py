@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,11 +103,11 @@ class Parcel(Copy):
                     runs = runs_of_neighbors(self._entries, lambda each: each.place)
                     copies = [copy for run in runs for copy in self._start(run)]
                 except Exception as failure:  # after Ctrl-C they start once more
-                    self._failure, copies = failure, []
+                    self._failure, copies = failure.with_traceback(None), []
                 self._waiting.change(-sum(entry.gradient.nbytes for entry in self._entries))
                 self._copies, self._entries = copies, []
             if self._failure is not None:
-                raise self._failure
+                raise copy.copy(self._failure)  # what is raised has this frame in its traceback: a cycle
             return self._copies
 
     @property

@@ -238,6 +238,7 @@ class TileStore:
             self.fail(failure)
 
     def fail(self, failure: BaseException) -> None:
+        failure = failure.with_traceback(None)  # which has frames with this store, and those that called them
         self._failure = self._failure or failure
 
     def agree(
@@ -259,11 +260,7 @@ class TileStore:
         """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
         self.check_usable()
         with self._lock:
-            for tier in self.tiers:
-                try:
-                    tier.let_sums_leave()
-                except Exception as failure:
-                    self.fail(failure)
+            self._fail_by(tier.let_sums_leave() for tier in self.tiers)
         self._drain()
         self._check_complete()
 
@@ -280,8 +277,12 @@ class TileStore:
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
-        for failure in [tier.drain() for tier in self.tiers]:  # all, whatever failed before
-            self._failure = self._failure or failure
+        self._fail_by(tier.drain() for tier in self.tiers)
+
+    def _fail_by(self, failures: Iterable[BaseException | None]) -> None:
+        for failure in [*failures]:  # all, whatever failed before
+            if failure is not None:
+                self.fail(failure)
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -509,7 +510,10 @@ class TileStore:
         return [Range(parameter, parameter, 0, numel)] if numel > 0 else []
 
     def close(self) -> None:
+        if any(tier.device_sums for tier in self.tiers):
+            self.fail(GradientError("the optimizer was closed before the step for which gradients were on the device"))
         for tier in self.tiers:
+            tier.device_sums.clear()
             tier.close()
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ Gradients are copied to a tier during backward (:meth:`Tier.bring`) or in the st
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 from longshore.transfer import Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
+
+_SUM_SLOTS_STAY = 2
+"""Number of steps without a sum after which memory for sums from the device is given back."""
 
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
@@ -85,6 +89,8 @@ class Tier:
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(streams, kernels, self.sums, self.worker)
         self.device_sums = DeviceSums(streams, accumulate if self.hold_gradients else "host")
+        self._without_sums = 0
+        """Number of steps since a window had several gradients of a parameter."""
         ahead = speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
@@ -117,19 +123,11 @@ class Tier:
             for tile, slot in zip(added, self.slots.own(sizes), strict=True):
                 tile.slot = slot
             self.arrivals.make_slots(max(sizes))
-            if self.device_sums.from_the_first_window:
-                self._make_sum_slots([tile for tile in added if not tile.takes_sums])
         else:
             for tile in self.tiles:
                 tile.slot = None  # growing may free it
         if shared:
             self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
-
-    def _make_sum_slots(self, tiles: Sequence[Tile]) -> None:
-        """Allocate memory for sums that come from the device. This is not done in a hook; see :func:`cut_slots`."""
-        sizes = [4 * tile.layout.buffer_numel for tile in tiles]
-        for tile, slot in zip(tiles, self.slots.for_sums(sizes), strict=True):
-            tile.have_sum_slot(slot)
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
         """See :meth:`TileStore.set_states`; no work may be under way."""
@@ -207,25 +205,23 @@ class Tier:
             ready = self.streams.mark()
             for tile, segment in parts:
                 self.bring(tile, segment, segment.part_of(gradient), ready)
-        for tile, _ in parts:
-            if tile.complete and self.device_sums:
-                for each in tile.segments:
+        for tile in [tile for tile, _ in parts if tile.complete]:
+            for each in tile.segments if self.device_sums else ():
+                if self.device_sums.may_leave(each, self.parts[each]):
                     self._leave(each)
-            self.speculator.consider(tile)
+            if self.device_sums.isdisjoint(tile.segments):
+                self.speculator.consider(tile)
 
     def _keep(self, parameter: int, parts: Sequence[tuple[Tile, Segment]], gradient: Tensor) -> bool:
         """Keep a gradient on the device, or add it there; return whether this was done."""
         first, last = parts[0][1], parts[-1][1].layout
-        begin = first.layout.parameter_offset
+        begin, end = first.layout.parameter_offset, last.parameter_offset + last.numel
         if parameter in self.device_sums:
-            if not self.device_sums.add(parameter, gradient[begin : last.parameter_offset + last.numel]):
+            if not self.device_sums.add(parameter, gradient[begin:end]):
                 self._leave(parameter)
                 return False
-        elif first.arrivals == 0 and self.device_sums.wanted and all(tile.takes_sums for tile, _ in parts):
-            if not self.device_sums.has_room(last.parameter_offset + last.numel - begin, first.expected):
-                return False
-            part = gradient[begin : last.parameter_offset + last.numel]
-            self.device_sums.keep(parameter, part, self.streams.mark())
+        elif first.arrivals == 0 and self.device_sums.has_room(end - begin, first.expected):
+            self.device_sums.keep(parameter, gradient[begin:end], self.streams.mark())
         else:
             return False
         for tile, segment in parts:
@@ -235,9 +231,7 @@ class Tier:
 
     def _leave(self, parameter: int) -> None:
         """Copy a gradient that stayed on the device, or a sum, to the host."""
-        kept = self.device_sums.get(parameter)
-        if kept is None:
-            return
+        kept = self.device_sums.checked(parameter)
         parts = self.parts[parameter]
         begin = parts[0][1].layout.parameter_offset
         for tile, segment in parts:
@@ -246,10 +240,28 @@ class Tier:
             self.arrivals.copy(tile, segment, part, kept.ready)
         self.device_sums.pop(parameter)  # after Ctrl-C it leaves once more
 
-    def let_sums_leave(self) -> None:
-        """Copy all gradients and sums that stayed on the device to the host."""
-        for parameter in self.device_sums:
-            self._leave(parameter)
+    def let_sums_leave(self) -> BaseException | None:
+        """Copy all gradients and sums that stayed on the device to the host; return the first failure, if any. This is
+        not called in a hook."""
+        try:
+            self._make_sum_slots()
+            for parameter in self.device_sums:
+                self._leave(parameter)
+        except Exception as failure:
+            return failure
+        return None
+
+    def _make_sum_slots(self) -> None:
+        """Give tiles pinned memory for the sums that are on the device, if they have none; see :func:`cut_slots`."""
+        tiles = {id(tile): tile for parameter in self.device_sums.sums() for tile, _ in self.parts[parameter]}
+        without = [tile for tile in tiles.values() if not tile.takes_sums and tile.sums is None]
+        if not without:
+            return
+        self.sums.clear()  # or there would be twice as much memory for a while
+        with contextlib.suppress(RuntimeError, OSError, MemoryError):  # other memory is slower
+            slots = self.slots.for_sums([4 * tile.layout.buffer_numel for tile in without])
+            for tile, slot in zip(without, slots, strict=True):
+                tile.have_sum_slot(slot)
 
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Take one more gradient of a segment into the window; see :meth:`Arrivals.bring`."""
@@ -320,20 +332,14 @@ class Tier:
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
         self.sums.trim()
         self.speculator.end_window(self.tiles, scale)
-        if self.arrivals.had_several:
-            self.device_sums.end_window()
-        if self.device_sums.wanted:
-            self._have_sum_slots()
-
-    def _have_sum_slots(self) -> None:
-        """Give tiles that had several gradients memory for sums that come from the device."""
-        without = [tile for tile in self.tiles if not tile.takes_sums and tile.had_several]
-        if without:
-            self.sums.clear()  # or there would be twice as much memory for a while
-            try:
-                self._make_sum_slots(without)
-            except (RuntimeError, OSError, MemoryError):  # the step is done: the host goes on to add
-                self.device_sums.give_up()
+        several, self.arrivals.had_several = self.arrivals.had_several, False
+        self.device_sums.end_window(several)
+        self._without_sums = 0 if several else self._without_sums + 1
+        if self._without_sums > _SUM_SLOTS_STAY:
+            self.slots.sum_bytes = 0
+            for tile in self.tiles:
+                if tile.sum_slot is not None:
+                    tile.sum_slot = tile.sums = None
 
     def end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
         for tile in tiles:

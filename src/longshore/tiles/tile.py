@@ -322,19 +322,13 @@ class Tile:
         self.sum_slot, self.sums = slot, slot.whole(torch.float32).unsqueeze(0)
 
     @property
-    def had_several(self) -> bool:
-        """Whether any segment had several gradients in the last window."""
-        return any(segment.expected > 1 for segment in self.segments.values())
-
-    @property
     def takes_sums(self) -> bool:
         """Whether there is memory to which sums can be copied from the device."""
         return self.gradient_dtype == torch.float32 or self.sum_slot is not None
 
     def slot_for(self, gradient: Tensor) -> Slot | None:
-        """Return the slot for a gradient, or for a sum that comes from the device."""
-        is_sum = self.sum_slot is not None and gradient.dtype != self.gradient_dtype
-        return self.sum_slot if is_sum else self.slot
+        """Return the slot for a gradient, or for a sum that comes from the device; None: there is none."""
+        return self.slot if self.slot is None or gradient.dtype == self.gradient_dtype else self.sum_slot
 
     def dtype_in(self, slot: Slot) -> torch.dtype:
         """Return the dtype of gradients, or sums, in a slot."""

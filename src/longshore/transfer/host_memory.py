@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -103,6 +104,9 @@ class _Slabs:
             begin, self._end = self._end, self._end + size
             return self._part(block, begin, size)[:num_bytes]
 
+    def forked(self) -> None:
+        self._lock = threading.Lock()  # another thread may have had the former one
+
     def _part(self, block: mmap.mmap, begin: int, size: int) -> Tensor:
         lent = (ctypes.c_ubyte * size).from_buffer(block, begin)
         weakref.finalize(lent, self._free[size].append, (weakref.ref(block), begin)).atexit = False
@@ -110,6 +114,7 @@ class _Slabs:
 
 
 _slabs = _Slabs()
+os.register_at_fork(after_in_child=_slabs.forked)
 
 
 def allocate_private(num_bytes: int) -> Tensor:
