@@ -67,10 +67,11 @@ def has_graphs(device: torch.device) -> bool:
     """Return whether graphs of ``device`` may have been captured in this process: by ``torch.compile``, or by
     ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables``. A replay writes the same memory again, also while
     tensors of it are in use."""
-    if "torch._inductor.cudagraph_trees" in sys.modules:
-        return True
-    graph = getattr(torch.get_device_module(device), "graph", None) if device.type != "cpu" else None
-    return getattr(graph, "default_capture_stream", None) is not None
+    if device.type == "cpu":
+        return False
+    graph = getattr(torch.get_device_module(device), "graph", None)
+    captured = getattr(graph, "default_capture_stream", None) is not None
+    return captured or "torch._inductor.cudagraph_trees" in sys.modules
 
 
 _lets_capture = threading.local()

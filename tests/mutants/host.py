@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "a copy that could not start is forgotten",
         "Parcel.begin",
-        "if self._failure is not None:\n    raise copy.copy(self._failure)",
+        "if self._failure is not None:\n    raise copy.copy(self._failure) from self._failure.__cause__",
         "",
         (ARRIVALS,),
     ),
@@ -442,7 +442,7 @@ MUTANTS = [
     Mutant(
         "a failed addition is not remembered",
         "TileStore._fail_by",
-        "self.fail(failure)",
+        "self.fail(without_frames(failure))",
         "pass",
         (STORE,),
     ),
@@ -629,14 +629,14 @@ MUTANTS = [
     ),
     Mutant(
         "parts of a slab that are given again keep their values",
-        "_Slabs.take",
+        "_Slabs.allocate",
         "return self._part(block, begin, size)[:num_bytes].zero_()",
         "return self._part(block, begin, size)[:num_bytes]",
         ("tests/transfer/test_private.py",),
     ),
     Mutant(
         "a slab is used beyond its last whole huge page",
-        "_Slabs.take",
+        "_Slabs.allocate",
         "block is None or self._end + size > self._limit",
         "block is None",
         ("tests/transfer/test_private.py",),
@@ -724,7 +724,7 @@ MUTANTS = [
     Mutant(
         "memory for sums stays for good",
         "Tier.end_step",
-        "if self._without_sums > _SUM_SLOTS_STAY:",
+        "if self.slots.sum_bytes and self._without_sums > _SUM_SLOTS_STAY:",
         "if False:",
         (DEVICE_SUMS,),
     ),

@@ -67,11 +67,16 @@ def test_a_capture_is_refused_and_training_goes_on(
 
 
 def test_a_backward_that_leaves_gradients_on_the_device_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made(False)
-    with monkeypatch.context() as patched:
-        patched.setattr(device_module, "capturing", True)
-        backward(model)
-    optimizer.step()
+    models = []
+    for capturing in (True, False):
+        model, optimizer = made(False)
+        with monkeypatch.context() as patched:
+            patched.setattr(device_module, "capturing", capturing)
+            backward(model)
+        optimizer.step()
+        models.append(model)
+    captured, usual = ([parameter.detach().cpu() for parameter in model.parameters()] for model in models)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, usual, strict=True))
 
 
 class Replayed(torch.autograd.Function):

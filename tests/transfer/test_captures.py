@@ -41,12 +41,23 @@ def test_the_worker_says_so_once_before_its_first_job(monkeypatch: pytest.Monkey
 
 
 def test_without_the_library_threads_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
     def missing(name: str) -> Any:
+        asked.append(name)
         raise OSError(name)
 
+    def work() -> None:
+        for kind in ("cuda", "cpu"):
+            accelerator.let_others_capture(torch.device(kind))
+        done.append(True)
+
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    accelerator.let_others_capture(torch.device("cuda", 0))
-    accelerator.let_others_capture(torch.device("cpu"))
+    done: list[bool] = []
+    thread = threading.Thread(target=work)  # which has not said it before
+    thread.start()
+    thread.join()
+    assert len(asked) == 1 and done == [True]
 
 
 @pytest.mark.gpu

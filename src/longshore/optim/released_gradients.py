@@ -37,7 +37,7 @@ from longshore.optim.released import (
     remove_all,
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
-from longshore.tiles import GRADIENT, ParameterStore
+from longshore.tiles import GRADIENT, FailedThere, ParameterStore
 
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -331,10 +331,6 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
             raise  # Ctrl-C ends the backward, and the window is incomplete
 
 
-class _Failed(Exception):
-    """A failure in a hook with its traceback, as text: frames would keep the store that keeps the error."""
-
-
 def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None:
     """End the window of a gradient that was not taken."""
     if source.store.broken is not None:
@@ -344,7 +340,7 @@ def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None
     error = GradientError(
         f"a gradient was not taken during backward: {reason} (zero_grad() discards this window, and training can go on)"
     )
-    error.__cause__ = _Failed("".join(traceback.format_exception(failure)))
+    error.__cause__ = FailedThere("".join(traceback.format_exception(failure)))
     source.store.fail(error)
 
 

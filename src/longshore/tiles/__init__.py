@@ -7,7 +7,7 @@ from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, M
 from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, FailedThere, Forecast, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
 from longshore.tiles.tier import Tier, TierSettings
 from longshore.tiles.tile import TileState
@@ -19,6 +19,7 @@ __all__ = [
     "NO_RECORDER",
     "Accumulate",
     "Breakage",
+    "FailedThere",
     "Forecast",
     "LocalExchange",
     "Matrix",

@@ -158,8 +158,9 @@ class DeviceSums:
         if kept.values._version != kept.version:
             raise GradientError(
                 "a gradient was written after backward had brought it, through a tensor that a hook had kept: it stays "
-                "on the device, where others of the same step are added to it. Change gradients in tensor hooks "
-                "(Tensor.register_hook), or let the host add (accumulate='host'), which copies them at once"
+                "on the device, where others of the same step are added to it. Call zero_grad() to discard this "
+                "window, and change gradients in tensor hooks (Tensor.register_hook), or let the host add "
+                "(accumulate='host'), which copies them at once"
             )
         return kept
 
@@ -282,7 +283,7 @@ class Arrivals:
         slot = tile.slot_for(gradient)
         if slot is None and tile.slot is not None:  # there is no pinned memory for sums
             total = self._have_sums(tile)[0, segment.layout.in_buffer]
-            segment.handle = self._streams.stage(gradient, total, ready, None)
+            segment.handle = self._stage(tile, entry, total, None)
             segment.gradient, segment.summed = total, True
             return
         if slot is None or not entry.travels_with_others:
@@ -304,6 +305,9 @@ class Arrivals:
         into = after = None
         if slot is not None:
             into, after = slot.view(tile.dtype_in(slot), entry.segment), slot.last_publish
+        return self._stage(tile, entry, into, after)
+
+    def _stage(self, tile: Tile, entry: Entry, into: Tensor | None, after: Copy | None) -> Copy:
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         handle = self._streams.stage(entry.gradient, into, entry.ready, after)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longshore.accelerator import Mark
 from longshore.layout.tiles import SMALL_NUMEL, SegmentLayout
+from longshore.tiles.steps import without_frames
 from longshore.transfer import Copy, wait_for_all
 
 
@@ -103,11 +104,11 @@ class Parcel(Copy):
                     runs = runs_of_neighbors(self._entries, lambda each: each.place)
                     copies = [copy for run in runs for copy in self._start(run)]
                 except Exception as failure:  # after Ctrl-C they start once more
-                    self._failure, copies = failure.with_traceback(None), []
+                    self._failure, copies = without_frames(failure), []
                 self._waiting.change(-sum(entry.gradient.nbytes for entry in self._entries))
                 self._copies, self._entries = copies, []
             if self._failure is not None:
-                raise copy.copy(self._failure)  # what is raised has this frame in its traceback: a cycle
+                raise copy.copy(self._failure) from self._failure.__cause__  # with this frame: it would be a cycle
             return self._copies
 
     @property

@@ -1,15 +1,18 @@
-"""Descriptions of a step for a store: parameters and rules; and the error of a step that failed half way."""
+"""Descriptions of a step for a store: parameters and rules; and errors without the frames of their tracebacks."""
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from longshore.errors import BrokenStateError
 from longshore.kernels import HostRule, Scale
+
+Failure = TypeVar("Failure", bound=BaseException)
 
 MASTER = "master"
 """Name of the first array of every buffer."""
@@ -42,6 +45,18 @@ def broken_state_error(breakage: Breakage, where: str = "", on: str = "") -> Bro
         f"an earlier step failed half way{where}, so some weights were stepped and others were not "
         f"({breakage.reason}); load the model's weights and the optimizer's state (load_state_dict){on} before going on"
     )
+
+
+class FailedThere(Exception):
+    """The traceback of an error, as text: frames would keep all that is local to them, such as the store that keeps the
+    error."""
+
+
+def without_frames(failure: Failure) -> Failure:
+    """Return an error that is raised nowhere at the moment, with its traceback, and that of its causes, as text."""
+    text = FailedThere("".join(traceback.format_exception(failure)))
+    failure.__context__, failure.__cause__ = None, text
+    return failure.with_traceback(None)
 
 
 class ParameterStep(NamedTuple):

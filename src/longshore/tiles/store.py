@@ -28,7 +28,15 @@ from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
+from longshore.tiles.steps import (
+    GRADIENT,
+    MASTER,
+    Breakage,
+    Forecast,
+    ParameterStep,
+    broken_state_error,
+    without_frames,
+)
 from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 
@@ -238,7 +246,6 @@ class TileStore:
             self.fail(failure)
 
     def fail(self, failure: BaseException) -> None:
-        failure = failure.with_traceback(None)  # which has frames with this store, and those that called them
         self._failure = self._failure or failure
 
     def agree(
@@ -282,7 +289,7 @@ class TileStore:
     def _fail_by(self, failures: Iterable[BaseException | None]) -> None:
         for failure in [*failures]:  # all, whatever failed before
             if failure is not None:
-                self.fail(failure)
+                self.fail(without_frames(failure))
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -511,7 +518,12 @@ class TileStore:
 
     def close(self) -> None:
         if any(tier.device_sums for tier in self.tiers):
-            self.fail(GradientError("the optimizer was closed before the step for which gradients were on the device"))
+            self.fail(
+                GradientError(
+                    "the optimizer was closed before the step for which gradients were on the device, and they are "
+                    "gone: call close() after step() or zero_grad(), and build the optimizer anew to train on"
+                )
+            )
         for tier in self.tiers:
             tier.device_sums.clear()
             tier.close()

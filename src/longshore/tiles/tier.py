@@ -335,7 +335,7 @@ class Tier:
         several, self.arrivals.had_several = self.arrivals.had_several, False
         self.device_sums.end_window(several)
         self._without_sums = 0 if several else self._without_sums + 1
-        if self._without_sums > _SUM_SLOTS_STAY:
+        if self.slots.sum_bytes and self._without_sums > _SUM_SLOTS_STAY:
             self.slots.sum_bytes = 0
             for tile in self.tiles:
                 if tile.sum_slot is not None:

@@ -86,7 +86,7 @@ class _Slabs:
         self._free: dict[int, deque[tuple[weakref.ref[mmap.mmap], int]]] = {}
         """Parts by their size; whichever thread frees one appends it."""
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 ``[num_bytes]``."""
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
@@ -123,7 +123,7 @@ def allocate_private(num_bytes: int) -> Tensor:
     if num_bytes < _SMALL_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device
     if num_bytes < _HUGE_PAGE_BYTES:
-        return _slabs.take(num_bytes)
+        return _slabs.allocate(num_bytes)
     return torch.frombuffer(private_block(mmap.mmap, num_bytes), dtype=torch.uint8)
 
 
