@@ -150,6 +150,7 @@ def test_the_real_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert run.summary["Train/Samples/train_loss"] == pytest.approx(losses[-1], rel=1e-6)
         assert wandb.run is run, "a run of the user's own is not ended"
         run.finish()
+        wandb.teardown()  # it would stay offline in this process
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 

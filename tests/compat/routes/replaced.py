@@ -31,9 +31,9 @@ model = torch.nn.Linear(4, 4)
 kind = {"Inherits": Inherits, "Backwards": Backwards}[sys.argv[1]]
 optimizer = kind(model.parameters(), lr=0.1)
 try:
-    prepared = accelerator.prepare(model, optimizer)[1]
+    engine = accelerator.prepare(model, optimizer)[0]
 except ValueError as error:
     print(f"refused: {error}")
 else:
-    print(f"stepped by {type(prepared.optimizer).__name__}, as {optimizer.group_names()}")
+    print(f"stepped by {type(engine.optimizer).__name__}, as {optimizer.group_names()}")
 accelerator.end_training()
