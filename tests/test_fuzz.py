@@ -24,19 +24,19 @@ from longshore.optim.gradients import KeptGradients
 from longshore.optim.rules.muon import MomentumRule
 from longshore.streaming import blocks
 from longshore.streaming.parameters import Lanes, StreamedParameter
-from longshore.tiles import TileStore
+from longshore.tiles import Tiles
 
 PLAIN_LOOPS = tuple(each for each in SETS if each not in ("training", "clipping", "members"))
 SEEDS = range(12)
 
 
 def second_gradients_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    arrive = TileStore.arrive
+    arrive = Tiles.arrive
 
-    def once(self: TileStore, parameter: int, *args: Any, **options: Any) -> Any:
+    def once(self: Tiles, parameter: int, *args: Any, **options: Any) -> Any:
         return None if self.arrivals(parameter) else arrive(self, parameter, *args, **options)
 
-    patch.setattr(TileStore, "arrive", once)
+    patch.setattr(Tiles, "arrive", once)
 
 
 def steps_count_twice(patch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ FIELDS = "class A:\n    def f(self):\n" + "".join(f"        self.a{at} = 1\n" fo
          {"names in longshore/seam.py": 2}),
         ("engine/a.py", "x._core.y\nx._core\nx._cores\n", {"._core outside of optim/": 2}),
         ("optim/a.py", "x._core.y\n", {}),
-        ("cli/a.py", "isinstance(x, TileStore)\nisinstance(x, (Offload, int))\nisinstance(x, int)\n",
+        ("cli/a.py", "isinstance(x, Store)\nisinstance(x, (Offload, int))\nisinstance(x, int)\n",
          {"isinstance on our own policies": 2}),
         ("tiles/a.py", "# as DeepSpeed\n", {"other projects' names in rooms of the core": 1}),
         ("compat/a.py", "# as DeepSpeed\n", {}),

@@ -186,7 +186,7 @@ SECTIONS = (
             "optim/released_gradients.py",
             "optim/membership.py",
             "optim/ledger.py: LongshoreError",
-            "tiles/store.py",
+            "tiles/tiles.py",
             "tiles/tile.py",
             "tiles/steps.py",
             "tiles/: BrokenStateError",

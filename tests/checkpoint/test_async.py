@@ -268,15 +268,15 @@ def test_a_refused_snapshot_holds_nothing(tmp_path: Path) -> None:
     with resume_cases.engine_of(Setting(0, "split")) as engine:
         resume_cases.train(engine, 1)
         store = engine.optimizer._core.store
-        device, host = store.local.tiers
+        device, host = store.tiles.tiers
         key = next(key for key, parts in host.parts.items() if parts and not device.parts[key])
-        store.snapshot([(key, "master")], 0).close()
-        held = store.snapshot([(key, "master")], 0)
+        store.tiles.snapshot([(key, "master")], 0).close()
+        held = store.tiles.snapshot([(key, "master")], 0)
         everything = [(index, "master") for index in range(len(engine.optimizer._core.records)) if index in store]
         with pytest.raises(LongshoreError, match="wait for it first"):
-            store.snapshot(everything, 0)
+            store.tiles.snapshot(everything, 0)
         held.close()
-        store.snapshot(everything, 0).close()
+        store.tiles.snapshot(everything, 0).close()
 
 
 def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:

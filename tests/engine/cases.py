@@ -66,7 +66,7 @@ class Stubborn(Predictor):
 
 
 def step_ahead(store: Any, ahead: str) -> None:
-    for speculator in (tier.speculator for tier in store.local.tiers):
+    for speculator in (tier.speculator for tier in store.tiles.tiers):
         if speculator.record is not None:
             speculator._predictor = Stubborn()
             if ahead != "on":
@@ -143,7 +143,7 @@ def program(stage: int, place: str, optimizer: str = "AdamW") -> list[Any]:
     engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off", optimizer)
     try:
         store = engine.optimizer._core.store
-        made = [type(entry) for part in store.local.tiers for entry in (part.streams, part.kernels)]
+        made = [type(entry) for part in store.tiles.tiers for entry in (part.streams, part.kernels)]
         return [type(store), *made, engine.explain(False).tiles]
     finally:
         engine.optimizer.close()
@@ -202,7 +202,7 @@ def run(
                 assert entry.applied == (gradient is not None), entry
         check_states(engine, oracle)
         tiles = engine.explain(False).tiles
-        formats = {tile.format.value for part in engine.optimizer._core.store.local.tiers for tile in part.tiles}
+        formats = {tile.format.value for part in engine.optimizer._core.store.tiles.tiers for tile in part.tiles}
         found = {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps, "kept": kept, "redone": redone}
         return {**found, "formats": formats}
     finally:

@@ -302,7 +302,7 @@ def commit_that_fails_on_one_rank(stage: int) -> list[str]:
 
     engine = make_engine(stage)
     rank = dist.get_rank()
-    inner = engine.optimizer._core.store.local
+    inner = engine.optimizer._core.store.tiles
     backward(engine, 0, rank)
     if rank == 1:
         commit = inner.commit
@@ -423,7 +423,7 @@ def killed_while_publishing(stage: int, gathering: int | None, told: str) -> Non
 
 
 def _be_killed(store: Any, gathering: int | None) -> None:
-    inner, send, count = store.local.commit, store.collectives.data.gather, 0
+    inner, send, count = store.tiles.commit, store.collectives.data.gather, 0
 
     def commit(*args: Any) -> None:
         inner(*args)
@@ -437,7 +437,7 @@ def _be_killed(store: Any, gathering: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return send(chunk)
 
-    store.local.commit = commit
+    store.tiles.commit = commit
     store.collectives.data.gather = gather
 
 

@@ -590,7 +590,7 @@ def memory() -> dict[str, float]:
         peak += sum(segment.capacity for segment in segments) / dist.get_world_size()
         shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
         counted = engine.optimizer.host_bytes()
-        largest = max(tile.layout.buffer_numel for tile in engine.optimizer._core.store.local.tiles)
+        largest = max(tile.layout.buffer_numel for tile in engine.optimizer._core.store.tiles)
         assert counted.pop("staging") == LANDING_SLOTS * padded_bytes(4 * largest)
         host = sum(counted.values())
         return {

@@ -47,8 +47,8 @@ def interrupted_step(stage: int, at: str, interrupted: list[int], clip: float | 
         "measure": (store, "sum_of_squares", True),
         "preparation": (core, "take_edits", True),
         "meeting": (store, "_meet", True),
-        "tiles": (store.local, "commit", True),
-        "stepped tiles": (store.local, "commit", False),
+        "tiles": (store.tiles, "commit", True),
+        "stepped tiles": (store.tiles, "commit", False),
         "publishing": (store.ownership, "publish", True),
         "published": (store.window, "stepped", False),
     }[at]
@@ -93,20 +93,20 @@ def hook_interrupted(stage: int, interrupted: list[int]) -> list[str]:
     weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     state = engine.optimizer.state_dict()
     backward(engine, 1, rank)
-    local, commit = engine.optimizer._core.store.local, engine.optimizer._core.store.local.commit
+    tiles, commit = engine.optimizer._core.store.tiles, engine.optimizer._core.store.tiles.commit
 
     def failing(*arguments: Any) -> None:
         commit(*arguments)
         raise KeyboardInterrupt
 
-    local.commit = failing if rank in interrupted else commit
+    tiles.commit = failing if rank in interrupted else commit
     said = []
     try:
         said.append(raised_by(engine.step))
     except KeyboardInterrupt:
         said.append("KeyboardInterrupt")
     said.append(raised_by(engine.step))
-    local.commit = commit
+    tiles.commit = commit
     with torch.no_grad():
         for parameter, values in zip(engine.module.parameters(), weights, strict=True):
             parameter.copy_(values)

@@ -106,6 +106,7 @@ def _calls_to_read_one(of: int) -> int:
         nonlocal calls
         calls += event == "call"
 
+    _read(parameters[0])  # which looks once at the layout of all
     before = sys.getprofile()
     sys.setprofile(count)
     try:

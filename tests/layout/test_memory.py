@@ -14,7 +14,7 @@ from longshore.layout.formats import Coding, StateFormat
 from longshore.layout.memory import HomeLayout, Spares
 from longshore.layout.tiles import DimRange, MatrixLayout, Spec, runs_by_home
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import ParameterStep, TierSettings, TileStore
+from longshore.tiles import ParameterStep, TierSettings, Tiles
 from longshore.transfer import CopyStreams, SimulatedTransfer
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -41,9 +41,9 @@ def test_a_store_allocates_what_is_counted(
     arrives_as = None if gradient_dtype is None else torch.float32
     streams = SimulatedTransfer(0) if staged else CopyStreams()
     hold = hold or arrivals > 1 or staged  # without, gradients come in the step, and only one
-    store = TileStore(TierSettings(streams, HostKernels(threads=1), tile_numel, hold), arrives_as)
+    store = Tiles(TierSettings(streams, HostKernels(threads=1), tile_numel, hold), arrives_as)
     store.set_states(AdamRule.states)
-    store.add_parameters(specs)
+    store.add(specs)
     values = {spec.key: torch.zeros(spec.numel, dtype=spec.dtype) for spec in specs}
     for key, each in values.items():
         store.adopt(key, each, keep_matching=False)

@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "state is written into a buffer that a snapshot reads",
-        "TileStore._void",
+        "Tiles._void",
         "tier.snapshots.make_writable(tile)",
         "",
         (f"{ASYNC}::test_writes_to_state",),
@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         "a window that a failed load left cannot be left",
         "Checkpoints._load",
-        "gone = engine.optimizer._core.store.broken is not None and (not module_only)",
+        "gone = engine._store.broken is not None and (not module_only)",
         "gone = False",
         (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
     ),

@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "a rank steps although another has no memory for its matrices",
         "ShardedStore._exchange_of",
-        "reserve(self.streams.device, matrices)",
+        "reserve(self.tiles.streams.device, matrices)",
         "pass",
         (ENGINE,),
     ),

@@ -462,14 +462,14 @@ MUTANTS = [
         "ShardedStore.agree",
         "if not agreed.early:\n"
         "    if closing is not None:\n"
-        "        self.local.discard()\n"
+        "        self.tiles.discard()\n"
         "    wanted = set(active)\n"
         "    buckets = [each for each in layout.buckets if each.parameters & wanted]\n"
         "    self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)\n"
         "return active",
         "if not agreed.early:\n"
         "    if closing is not None:\n"
-        "        self.local.discard()\n"
+        "        self.tiles.discard()\n"
         "    wanted = set(active)\n"
         "    buckets = [each for each in layout.buckets if each.parameters & wanted]\n"
         "    return active",
@@ -542,7 +542,7 @@ MUTANTS = [
     Mutant(
         "what was reduced in vain stays",
         "ShardedStore.agree",
-        "self.local.discard()",
+        "self.tiles.discard()",
         "pass",
         (CLOSING,),
     ),

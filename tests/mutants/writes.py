@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "the master of a parameter that is its own is written with a loaded state",
-        "TileStore._write",
+        "Tiles._write",
         "elif not tile.own_master:",
         "elif tile.own_master and self._values_of is not None:\n"
         "    segment.part_of(self._values_of(parameter)).copy_(part)\n"

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, beta, flag, not_negative
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
@@ -73,6 +73,6 @@ class Signum(RuleOptimizer):
         *,
         maximize: bool = False,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())

@@ -152,7 +152,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
         copy.deepcopy(optimizer)
     optimizer.step()
     copy.deepcopy(optimizer)
-    optimizer._core.offload = ShardedOffload(longshore.Offload(), None, ReductionSettings(1, 1), 1)
+    optimizer._core.offload = ShardedOffload(group=None, reduction=ReductionSettings(1, 1), gather_numel=1)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"of an engine .* engine\.save_checkpoint"):
             attempt(optimizer)

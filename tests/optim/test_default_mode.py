@@ -541,7 +541,7 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(
         each.grad = torch.ones_like(each)
     optimizer.step()  # a regular one, since the state was handed out
 
-    kernels, calls = optimizer._core.store.kernels, []
+    kernels, calls = optimizer._core.store.tiles.kernels, []
     whole = getattr(kernels, kernel)
     if kernel == "step_tile":
         optimizer._core._repeated = None  # a regular step

@@ -16,7 +16,7 @@ from torch import nn
 
 import longshore
 from longshore import Offload, SimulatedTransfer
-from longshore.tiles import TileStore
+from longshore.tiles import Tiles
 
 SIDE = 768
 """Of a matrix whose states are whole huge pages, in each format."""
@@ -196,7 +196,7 @@ def not_taken(model: nn.Module, optimizer: Any, folder: Path) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no way")
 
-    with mock.patch.object(TileStore, "arrive", fails):
+    with mock.patch.object(Tiles, "arrive", fails):
         model(torch.ones(1, SIDE)).sum().backward()
     for _ in range(2):
         with pytest.raises(longshore.GradientError, match=r"parameter .*: RuntimeError: no way"):

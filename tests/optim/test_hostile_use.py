@@ -331,7 +331,7 @@ def test_loading_after_a_failed_first_step_leaves_nothing_of_it(monkeypatch: pyt
     fresh, weights = copy.deepcopy(optimizer.state_dict()), ours.detach().clone()
     ours.grad = torch.full((16,), 100.0)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._core.store.streams, "end_publish", lambda: 1 / 0)
+        patch.setattr(optimizer._core.store.tiles.streams, "end_publish", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     with torch.no_grad():

@@ -224,7 +224,7 @@ def test_host_memory_is_that_of_master_and_momentum() -> None:
     optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=simulated())
     backward(model, 0)
     optimizer.step()
-    tier = optimizer._core.store.local.tier
+    tier = optimizer._core.store.tiles.tier
     numels = {True: 0, False: 0}
     for tile in tier.tiles:
         numels[tile.arrays.of_matrices] += tile.layout.buffer_numel
@@ -247,7 +247,7 @@ def test_a_snapshot_is_of_its_moment(kind: str) -> None:
         (record.index, name) for record in core.records if record.matrices for name in ("momentum_buffer", "master")
     ]
     before = {read: core.store.read_state(*read) for read in reads}
-    snapshot = core.store.local.snapshot(reads, 1 << 20)
+    snapshot = core.store.tiles.snapshot(reads, 1 << 20)
     for each, of in ((model, optimizer), (other, same)):
         for step in (1, 2):
             backward(each, step)

@@ -15,7 +15,7 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.layout.tiles import Spec
 from longshore.optim import Offload
-from longshore.tiles import MASTER, TierSettings, TileStore
+from longshore.tiles import MASTER, TierSettings, Tiles
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
@@ -65,7 +65,7 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         models.append(model)
         states.append(optimizer.state_dict()["state"])
         # As many gradients are added on the device as on the host.
-        assert (optimizer._core.store.tier.sums.allocated_bytes > 0) is release
+        assert (optimizer._core.store.tiles.tier.sums.allocated_bytes > 0) is release
         optimizer.close()
     assert same_weights(*models)
     assert torch.equal(norms[0], norms[2]) and torch.equal(norms[1], norms[3]) and norms[0] > 0.3
@@ -119,8 +119,8 @@ def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> 
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = TileStore(TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
-    store.add_parameters([Spec(0, 16, torch.float32)])
+    store = Tiles(TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
+    store.add([Spec(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
     assert tile.buffer is not None and tile.buffer.device.type == "meta"
@@ -138,12 +138,12 @@ def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:
     transfer = SimulatedTransfer(max_delay_s=0.0)
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(device="none", transfer=transfer))
-    assert isinstance(optimizer._core.store.streams, CopyStreams)
+    assert isinstance(optimizer._core.store.tiles.streams, CopyStreams)
     loss_of(model, 0).backward()
     optimizer.step()
     assert transfer.down.delays == transfer.up.delays == 0
     staged = longshore.AdamW(small_model().parameters(), offload=Offload(transfer=transfer))
-    assert staged._core.store.streams is transfer
+    assert staged._core.store.tiles.streams is transfer
 
 
 def test_cpu_parameters_are_stepped_by_the_host_kernels_either_way() -> None:

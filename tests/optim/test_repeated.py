@@ -12,7 +12,7 @@ from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, t
 from torch import Tensor, nn
 
 import longshore
-from longshore.tiles import RepeatedCommit, TileStore
+from longshore.tiles import RepeatedCommit, Tiles
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -27,9 +27,9 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     counts = Steps()
-    regular, repeated = TileStore.commit, RepeatedCommit.commit
+    regular, repeated = Tiles.commit, RepeatedCommit.commit
 
-    def commit(self: TileStore, *arguments: Any) -> None:
+    def commit(self: Tiles, *arguments: Any) -> None:
         counts.regular += 1
         regular(self, *arguments)
 
@@ -37,7 +37,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
         counts.repeated += 1
         repeated(self, *arguments)
 
-    monkeypatch.setattr(TileStore, "commit", commit)
+    monkeypatch.setattr(Tiles, "commit", commit)
     monkeypatch.setattr(RepeatedCommit, "commit", commit_again)
     return counts
 

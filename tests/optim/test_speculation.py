@@ -289,11 +289,11 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead._core.store.tier.speculator.spares
+    pool = pair.ahead._core.store.tiles.tier.speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
-        pair.ahead._core.store.settle()  # the passes have ended: the next gradient drops what they made
+        pair.ahead._core.store.tiles.settle()  # the passes have ended: the next gradient drops what they made
         pair.backward()
         assert pair.step().dropped > 2
         pair.train(1, backwards=2)
@@ -333,7 +333,7 @@ def test_ctrl_c_while_passes_are_collected(
     pair.backward()
     for _ in range(arrived):
         pair.backward()
-    pool = pair.ahead._core.store.tier.speculator.spares
+    pool = pair.ahead._core.store.tiles.tier.speculator.spares
     with monkeypatch.context() as patched:
         patched.setattr(Bet, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -347,7 +347,7 @@ def test_ctrl_c_while_passes_are_collected(
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_passes_are_collected_once(pair: Pair, after: int) -> None:
     """Gradients are added to after they were looked at, several times: no spare is given back twice, none is lost."""
-    pool = pair.ahead._core.store.tier.speculator.spares
+    pool = pair.ahead._core.store.tiles.tier.speculator.spares
     assert pool is not None
     pair.backward()
     for _ in range(after):
@@ -369,7 +369,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pair.ahead._core.store.tier.sums, "trim", fail)
+        patched.setattr(pair.ahead._core.store.tiles.tier.sums, "trim", fail)
         patched.setattr("longshore.tiles.in_place.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
@@ -381,7 +381,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     """They run while other ranks' part of the norm is on its way."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store = pair.ahead._core.store
+    store = pair.ahead._core.store.tiles
     hold, known_squares = store.tier.speculator.pause, store.tier.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
@@ -419,7 +419,7 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     """As where Ctrl-C ends the wait for the worker before it has put the pass off."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead._core.store, threading.Event()
+    store, gate = pair.ahead._core.store.tiles, threading.Event()
     speculator = store.tier.speculator
     hold = speculator.pause
 
@@ -439,7 +439,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     """The tile is stepped in place then."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead._core.store, threading.Event()
+    store, gate = pair.ahead._core.store.tiles, threading.Event()
     hold = store.tier.speculator.pause
 
     def holding() -> None:
@@ -464,12 +464,12 @@ def test_the_norm_is_measured_in_backward(memory: str, clip: float, monkeypatch:
     pair = Pair(memory=memory, dtype=torch.bfloat16)
     pair.train(6, clip=clip)
     pair.backward()
-    pair.ahead._core.store.settle()
+    pair.ahead._core.store.tiles.settle()
     measured: list[int] = []
 
     def counting(whole: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: HostKernels, parameters: Any, *rest: Any) -> Any:
-            if self is pair.ahead._core.store.kernels:
+            if self is pair.ahead._core.store.tiles.kernels:
                 measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
             return whole(self, parameters, *rest)
 
@@ -491,7 +491,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     queued yet; and what would be measured after that fails."""
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
-    store = pair.ahead._core.store
+    store = pair.ahead._core.store.tiles
     (_, _), (second, _) = store.tier.parts[0]
     pair.backward()
     store.settle()
@@ -588,7 +588,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead._core.store.tier.speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead._core.store.tiles.tier.speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 
@@ -611,7 +611,7 @@ def test_a_state_that_is_new_after_a_step_that_was_dropped() -> None:
     pair = Pair(optimizer=longshore.SGD)
     assert pair.train(2).kept > 2
     pair.backward()
-    pair.ahead._core.store.settle()  # the passes have ended
+    pair.ahead._core.store.tiles.settle()  # the passes have ended
     pair.backward()
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["momentum"] = 0.9

@@ -17,7 +17,7 @@ from longshore.errors import BrokenStateError, GradientError
 from longshore.kernels import HostKernels, Kernels
 from longshore.layout.tiles import NORM_BLOCK_NUMEL
 from longshore.optim import Offload
-from longshore.tiles import Tier, TileState, TileStore
+from longshore.tiles import Tier, TileState
 from longshore.tiles.in_place import InPlace
 from tests.kernels.device_kernels import ON_CUDA, device_kernels
 
@@ -31,8 +31,7 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
 
 def parts_of(optimizer: Any) -> tuple[Tier, Tier]:
     """What stays on the device, and what is on the host."""
-    assert isinstance(optimizer._core.store, TileStore)
-    device, host = optimizer._core.store.tiers
+    device, host = optimizer._core.store.tiles.tiers
     return device, host
 
 
@@ -145,7 +144,7 @@ def test_the_share_is_counted(ratio: float) -> None:
     optimizer.step()
     whole = 3 * 4 * 64 * 64 * 10
     assert optimizer.host_bytes()["state"] == ratio * whole
-    assert optimizer._core.store.local.device_bytes().get("state", 0) == (1 - ratio) * whole
+    assert optimizer._core.store.tiles.device_bytes().get("state", 0) == (1 - ratio) * whole
     if ratio < 1.0:  # what comes last in backward stays
         device, _ = parts_of(optimizer)
         assert [bool(device.parts[record.index]) for record in optimizer._core.records] == [True] * round(
@@ -319,5 +318,5 @@ def test_nothing_to_share_is_refused() -> None:
 def test_cpu_parameters_have_one_memory() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(ratio=0.5))
-    assert isinstance(optimizer._core.store, TileStore)
+    assert optimizer._core.store.tiles.on_device is None
     optimizer.close()

@@ -44,15 +44,15 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
     before(store._gradients, "arrive", lambda parameter, *_: (ARRIVE, parameter))
     before(store._gradients, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
     bucket_of = {owned.key: bucket.index for bucket in store.layout.buckets for own in bucket.ranges for owned in own}
-    before(store.local, "arrive", lambda owned, *_: (COPY_TO_HOST, bucket_of[owned]))
+    before(store.tiles, "arrive", lambda owned, *_: (COPY_TO_HOST, bucket_of[owned]))
     before(store.ownership, "publish", lambda bucket, *_: (GATHER, bucket.index))
-    commit = store.local.commit
+    commit = store.tiles.commit
 
     def committed(*args: Any, **kwargs: Any) -> None:
         commit(*args, **kwargs)
         log.append((STEP_IN_PLACE, None))
 
-    store.local.commit = committed
+    store.tiles.commit = committed
     for window in range(3):
         if window == 2:
             log.clear()

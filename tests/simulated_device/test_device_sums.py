@@ -97,7 +97,7 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for(monkeypatch: py
     auto, host = Training("auto"), Training("host")
     for window in range(3):
         auto.backward(3 * window)
-        sums = auto.optimizer._core.store.tier.device_sums
+        sums = auto.optimizer._core.store.tiles.tier.device_sums
         kept = [*sums]
         assert len(kept) == 0 if window == 0 else 0 < len(kept) < 2 * LAYERS
         auto.backward(3 * window + 1)
@@ -110,7 +110,7 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for(monkeypatch: py
     host.window(9, 10)
     for training in (auto, host):
         training.backward(11)
-    assert not auto.optimizer._core.store.tier.device_sums
+    assert not auto.optimizer._core.store.tiles.tier.device_sums
     for training in (auto, host):
         training.window(12)
     assert_equal(auto, host)

@@ -61,7 +61,7 @@ class Training:
 
     @property
     def store(self) -> Any:
-        return self.optimizer._core.store
+        return self.optimizer._core.store.tiles
 
     def weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]

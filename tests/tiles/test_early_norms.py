@@ -6,7 +6,7 @@ from support import plan_tiles
 
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout.tiles import Spec
-from longshore.tiles import TierSettings, TileStore
+from longshore.tiles import TierSettings, Tiles
 from longshore.tiles.bets import Due, EarlyNorms
 from longshore.tiles.tile import ArrayNames, Tile, TileEvent
 from longshore.transfer import Copy, CopyStreams
@@ -99,8 +99,8 @@ def test_squares_are_added_in_the_order_of_the_parameters(
 ) -> None:
     """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
     values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
-    store = TileStore(TierSettings(CopyStreams(), kernels, 40, hold_gradients=True))
-    store.add_parameters(Spec(index, 1, torch.float32) for index in values)
+    store = Tiles(TierSettings(CopyStreams(), kernels, 40, hold_gradients=True))
+    store.add(Spec(index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
     monkeypatch.setattr(store.tier.speculator, "known_squares", lambda scale: blocks)
     assert store.sum_of_squares(dict(values), UNSCALED) == 1.0

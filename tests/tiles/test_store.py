@@ -22,7 +22,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout.memory import LANDING_SLOTS, PIPELINE_DEPTH
 from longshore.layout.tiles import Spec, align
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import MASTER, ParameterStep, TierSettings, TileState, TileStore
+from longshore.tiles import MASTER, ParameterStep, TierSettings, Tiles, TileState
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
@@ -51,7 +51,7 @@ class Training:
         self.transfer = transfer
         self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = TileStore(TierSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
+        self.store = Tiles(TierSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = device_type() if isinstance(transfer, DeviceStreams) else "cpu"
@@ -60,7 +60,7 @@ class Training:
         self.parameters = [value.to(self.device, copy=True) for value in values]
         self.expected = [[value.float(), torch.zeros(len(value)), torch.zeros(len(value))] for value in values]
         self.counts = [0] * len(values)
-        self.store.add_parameters(
+        self.store.add(
             Spec(index, numel, dtype) for index, (numel, dtype) in enumerate(zip(numels, self.dtypes, strict=True))
         )
         self.adopt()
@@ -633,9 +633,9 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 
 def test_buffers_come_with_the_first_values() -> None:
-    store = TileStore(TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
+    store = Tiles(TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
     store.set_states((EXP_AVG, EXP_AVG_SQ))
-    store.add_parameters([Spec(0, 16, BF16), Spec(1, 16, BF16)])
+    store.add([Spec(0, 16, BF16), Spec(1, 16, BF16)])
     assert store.host_bytes()["state"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
     assert store.host_bytes()["state"] == 12 * 16
@@ -671,7 +671,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
         training.parameters.append(value.to(training.device, copy=True))
         training.expected.append([value.float(), torch.zeros(numel), torch.zeros(numel)])
         training.counts.append(0)
-        store.add_parameters([Spec(index, numel, dtype)])
+        store.add([Spec(index, numel, dtype)])
         store.adopt(index, training.parameters[index], keep_matching=False)
 
     add(32, BF16)  # not larger: one more slot
@@ -773,13 +773,6 @@ def test_states_may_be_added_later_and_begin_at_zero(train) -> None:
     training.check()
     store.clear_state(4)
     assert not any(store.read_state(4, name).any() for name in store.arrays)
-
-
-def test_a_parameter_is_known_once_it_is_laid_out(train) -> None:
-    training = train(CopyStreams())
-    assert [index in training.store for index in (0, 1, 4, 5)] == [True, True, True, False]
-    training.store.add_parameters([])
-    assert len(training.store.tiles) == 6
 
 
 def test_close_leaves_no_thread_and_neither_does_garbage() -> None:

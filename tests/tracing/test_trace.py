@@ -237,7 +237,7 @@ def test_a_pass_that_fails_has_ended_too(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no pass")
 
     with longshore.trace(training.optimizer) as trace:
-        monkeypatch.setattr(training.optimizer._core.store.kernels, "step_tile", fail)
+        monkeypatch.setattr(training.optimizer._core.store.tiles.kernels, "step_tile", fail)
         training.backward()
         with pytest.raises(RuntimeError, match="no pass"):
             training.optimizer.step()
@@ -264,7 +264,7 @@ def test_nothing_is_recorded_outside_the_block() -> None:
 def test_what_ends_after_the_block_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("direct")
     training.train(2)
-    kernels, go_on = training.optimizer._core.store.kernels, threading.Event()
+    kernels, go_on = training.optimizer._core.store.tiles.kernels, threading.Event()
     step_tile, begun = kernels.step_tile, threading.Event()
 
     def slowly(*arguments: Any) -> None:

@@ -116,7 +116,7 @@ class OptimizerState:
         belong; None if there are none."""
         if not any(record.matrices for record in self.records.values()):
             return None
-        return self._store.local.streams.device.type
+        return self._store.tiles.streams.device.type
 
     def held(self) -> dict[str, dict[str, Any]]:
         """Return what has to be the same on all ranks that have a parameter, by name. States are checksums."""
@@ -127,7 +127,7 @@ class OptimizerState:
             entry = {key: about["parameters"].get(name, {}).get(key) for key in ("step", "scalars", "arrays", FORMAT)}
             known = {key: repr(options[name].get(key)) for key in self.optimizer.defaults}
             found[name] = {**entry, **known}
-            if store.local is store and not record.keeps_shard:
+            if store.alone and not record.keeps_shard:
                 found[name] |= {
                     array: checksum(store.read_state(record.index, array)) for array in entry["arrays"] or ()
                 }
@@ -149,8 +149,8 @@ class OptimizerState:
             if writes and boxes
         ]
         keys = [(key, array) for _, array, _, key, _ in ranges]
-        snapshot = None if memory_bytes is None else store.local.snapshot(keys, memory_bytes)
-        read = store.local.read_state if snapshot is None else snapshot.read_range
+        snapshot = None if memory_bytes is None else store.tiles.snapshot(keys, memory_bytes)
+        read = store.tiles.read_state if snapshot is None else snapshot.read_range
         found = [
             SavedBoxes(
                 array_name(array, name),
@@ -170,11 +170,11 @@ class OptimizerState:
             box, first = box_of_shard(record.parameter, name)
             return [(record.index, [box], first)] if box.numel > 0 else []
         # Ranks of an engine divide the state; all other ranks have the whole state of the same parameters.
-        alone = self._model.to_write if self._store.local is self._store else None
+        alone = self._model.to_write if self._store.alone else None
         here = alone is None or name in alone
         return [
             (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.saves and here)
-            for owned in self._store.owned(record.index, shape)
+            for owned in self._store.owned(record.index)
         ]
 
     # -- loading --------------------------------------------------------------
@@ -267,7 +267,7 @@ class OptimizerState:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):
                     if boxes:
-                        take = functools.partial(self._store.local.write_state, key, array)
+                        take = functools.partial(self._store.tiles.write_state, key, array)
                         found.append(WantedBoxes(where, tuple(record.shape), boxes, take))
         return found
 

@@ -38,10 +38,10 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     if found is None:
         return None
     optimizer, record = found
-    values, sharded = record.values(), sharded_store(optimizer)
-    master = _copy(values if sharded is None else sharded.read_values(record.index, values))
+    store = optimizer._core.store
+    master = _copy(store.read_values(record.index, record.values()))
     if record.has_master:
-        master = adopted(optimizer._core.store.read_state(record.index, MASTER), master.to(record.dtype))
+        master = adopted(store.read_state(record.index, MASTER), master.to(record.dtype))
     return master.view(record.shape)
 
 
@@ -53,7 +53,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         ParameterError: the parameter is whole now, inside :func:`longshore.gather`.
     """
     optimizer, record = _found(param, value)
-    sharded = sharded_store(optimizer)
+    store, sharded = optimizer._core.store, sharded_store(optimizer)
     if sharded is not None and sharded.ownership.is_whole(record.index):
         raise ParameterError(
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
@@ -61,15 +61,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         )
     optimizer._core.take_edits()
     with torch.no_grad():
-        part = flat(value)
-        if sharded is not None:
-            part = sharded.layout.division.held(record.index, part)
+        part = store.layout.division.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         for each in (record.parameter, record.leaf()):
             if each is not None:
                 torch.autograd.graph.increment_version(each)
-    if record.index in optimizer._core.store:
-        optimizer._core.store.write_state(record.index, MASTER, flat(_copy(value)))
+    if record.index in store:
+        store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
         optimizer._core.handed_out.follow(optimizer._core, {record.index})
@@ -176,7 +174,7 @@ def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecor
 
 
 def _check_key(optimizer: TiledOptimizer, record: ParameterRecord, key: str) -> None:
-    arrays, family = optimizer._core.store.local.arrays, record.family
+    arrays, family = optimizer._core.store.tiles.arrays, record.family
     known = [name for name in family.states if name in arrays or name == family.matrix_state]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

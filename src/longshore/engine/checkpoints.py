@@ -31,6 +31,7 @@ from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.sharding.twin_groups import twin_of
+from longshore.store import Store
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 
@@ -51,6 +52,9 @@ class Resumable(Protocol):
 
     @property
     def in_window(self) -> bool: ...
+
+    @property
+    def _store(self) -> Store: ...
 
     def _check_alive(self) -> None: ...
 
@@ -246,7 +250,7 @@ class Checkpoints:
         self._check_same(group, "load_dir", str(root))
         self._check_same(group, "tag", tag)
         # If a step failed half way, perhaps on this rank alone, its window is lost in any case.
-        gone = engine.optimizer._core.store.broken is not None and not module_only
+        gone = engine._store.broken is not None and not module_only
         group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
         group.first(lambda: check_not_others(root, tag))
         whole = find(root, tag, group)
@@ -386,8 +390,7 @@ class Checkpoints:
     def _met(self, loading: bool) -> RankGroup:
         """Wait for all ranks, and return the group in which they exchange Python objects."""
         ranks = self._engine.ranks
-        if (sharded := sharded_store(self._engine.optimizer)) is not None:
-            sharded.meet(loading)
+        self._engine._store.meet(loading)
         if self._saving.group is None:
             several = ranks.world_size > 1
             self._saving.group = RankGroup(twin_of(ranks.group, ranks.device, backend="gloo") if several else None)

@@ -14,7 +14,7 @@ import torch
 from longshore.engine.config.optimizers import check_encodable
 from longshore.layout.formats import StateFormat
 from longshore.optim.family import ELEMENTWISE, TorchFamily
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for
 from longshore.optim.other_words import parameters_of
 from longshore.optim.own_step import check_no_own_step
@@ -38,7 +38,7 @@ def from_client(
     optimizer: torch.optim.Optimizer,
     *,
     release_gradients: bool = False,
-    offload: StoreFactory | None = None,
+    offload: Offload | None = None,
     names: Mapping[int, str] | None = None,
 ) -> TiledOptimizer:
     """Build a longshore optimizer that continues from ``optimizer``, with the same parameters, groups and state.
@@ -69,7 +69,7 @@ def converted(
     optimizer: torch.optim.Optimizer,
     *,
     release_gradients: bool,
-    offload: StoreFactory | None,
+    offload: Offload | None,
     names: Mapping[int, str] | None,
 ) -> TiledOptimizer:
     """Build the optimizer of :func:`from_client`, which calls :func:`take_over` then; until that, ``optimizer`` stays
@@ -230,7 +230,7 @@ def _elementwise(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: StoreFactory | None) -> None:
+def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: Offload | None) -> None:
     """Check the format of the states: ``kind``, the longshore optimizer that will be made, has to have it, and states
     that are encoded already must not silently become others."""
     states = StateFormat.FP32 if offload is None else offload.state_format

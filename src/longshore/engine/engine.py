@@ -28,6 +28,7 @@ from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
+from longshore.store import Store
 from longshore.streaming import Stream
 
 
@@ -84,11 +85,15 @@ class Engine(EngineAttributes):
     load_checkpoint = MethodOf("_checkpoints", Checkpoints.load)
     wait_for_checkpoint = MethodOf("_checkpoints", Checkpoints.wait)
 
+    @property
+    def _store(self) -> Store:
+        return self.optimizer._core.store
+
     # -- forward and backward -------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward, under the configured autocast."""
-        if torch.is_grad_enabled() and sharded_store(self.optimizer) is not None:
+        if torch.is_grad_enabled() and not self._store.alone:
             refuse_compiled_autograd()  # a loss.backward() would follow
         dtype, autocast = self.config.dtype, self.config.autocast
         context = contextlib.nullcontext() if autocast is None else torch.autocast(self.device.type, DTYPES[autocast])
@@ -129,10 +134,10 @@ class Engine(EngineAttributes):
         divided = loss / steps if steps > 1 else loss
         window.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
         optimizer._core.source.look_again()
-        optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
+        self._store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
-            if sharded_store(optimizer) is not None:
+            if not self._store.alone:
                 refuse_compiled_autograd()
             with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
@@ -143,7 +148,7 @@ class Engine(EngineAttributes):
             )
             raise
         finally:
-            optimizer._core.store.end_backward(failure)
+            self._store.end_backward(failure)
             window.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
@@ -386,7 +391,7 @@ class Engine(EngineAttributes):
             self.optimizer._core.source.consumed()  # the parameters' .grad, too
             self._window.begin()
             self.optimizer.close()
-            self.optimizer._core.store.local.release()
+            self._store.tiles.release()
             if self._stream is not None:
                 self._stream.close()
             self.ranks.close()

@@ -20,9 +20,8 @@ from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import ShardedStore
 from longshore.streaming import Stream
-from longshore.tiles import SpeculationRecord, TileStore
+from longshore.tiles import SpeculationRecord, Tiles
 
 _MOST_ROWS = 60
 
@@ -160,8 +159,8 @@ def explain(
 ) -> Explanation:
     """Describe an engine, given its parts; no rank waits for another."""
     core = optimizer._core
-    store, local, records = core.store, core.store.local, core.records
-    layout = store.layout if isinstance(store, ShardedStore) else None
+    store, tiles, records = core.store, core.store.tiles, core.records
+    layout = None if store.alone else store.layout
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(
@@ -188,7 +187,7 @@ def explain(
         parameters=sum(record.held.numel() * record.held.element_size() for record in records),
         gradients=sum(held_part(each).untyped_storage().nbytes() for each in gradients),
     )
-    device_bytes, host_bytes = Counter(local.device_bytes()), Counter(local.host_bytes())
+    device_bytes, host_bytes = Counter(tiles.device_bytes()), Counter(tiles.host_bytes())
     rests = ranks.device.type != "cpu" and any(record.held.device.type == "cpu" for record in records)
     (host_bytes if rests else device_bytes).update(values)
     if stream is not None:
@@ -198,18 +197,18 @@ def explain(
         rank=ranks.rank,
         world_size=ranks.world_size,
         offload=config.offload_device,
-        ratio=1.0 if local.on_device is None else config.offload_ratio,
-        offloaded_share=_offloaded_share(local),
+        ratio=1.0 if tiles.on_device is None else config.offload_ratio,
+        offloaded_share=_offloaded_share(tiles),
         buckets=tuple(buckets),
-        tiles=len(local.tiles),
-        tile_numel=max((tile.layout.numel for tile in local.tiles), default=0),
+        tiles=len(tiles),
+        tile_numel=max((tile.layout.numel for tile in tiles), default=0),
         host_bytes=dict(host_bytes),
         device_bytes=dict(device_bytes),
         parameters=tuple(rows),
         states=core.offload.state_format.value,
         states_by_format=_states_by_format(records),
         speculation=optimizer.speculation,
-        sums=local.tier.device_sums.text,
+        sums=tiles.tier.device_sums.text,
         cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
         streaming=None if stream is None else stream.explain(),
     )
@@ -223,8 +222,8 @@ def _states_by_format(records: Iterable[ParameterRecord]) -> dict[str, FormatCou
     return found
 
 
-def _offloaded_share(local: TileStore) -> float:
-    """Return the share of a store's elements that do not stay on the device for ``ratio``; 1.0 without elements."""
-    stays = [] if local.on_device is None else local.on_device.tiles
-    kept, whole = (sum(tile.layout.numel for tile in tiles) for tiles in (stays, local.tiles))
+def _offloaded_share(tiles: Tiles) -> float:
+    """Return the share of the elements that do not stay on the device for ``ratio``; 1.0 without elements."""
+    stays = [] if tiles.on_device is None else tiles.on_device.tiles
+    kept, whole = (sum(tile.layout.numel for tile in among) for among in (stays, tiles))
     return (whole - kept) / whole if whole > 0 else 1.0

@@ -13,7 +13,7 @@ from longshore.engine.config.model import Config
 from longshore.engine.config.optimizers import MuonConfig
 from longshore.engine.muon import muon_groups_of
 from longshore.optim.muon_groups import show_groups
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
@@ -89,18 +89,18 @@ def make_optimizer(
     client: Optimizer | None,
     groups: list[dict[str, Any]],
     config: Config,
-    store_factory: StoreFactory,
+    offload: Offload,
 ) -> TiledOptimizer:
-    """Make an optimizer with a store of ``store_factory``, which takes the gradients during backward.
+    """Make an optimizer with a store of ``offload``, which takes the gradients during backward.
 
     It continues from ``client``, the user's own, for which :func:`take_over` is to be called at the end. If there is
     none, the configuration names the optimizer, and it has the ``groups``.
     """
     if client is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return converted(client, release_gradients=True, offload=store_factory, names=names)
+        return converted(client, release_gradients=True, offload=offload, names=names)
     assert config.optimizer is not None  # load_config() checks it
     kind: Any = OPTIMIZERS[config.optimizer.type]  # the signatures differ
-    made = kind(groups, **config.optimizer.options(), release_gradients=True, offload=store_factory)
+    made = kind(groups, **config.optimizer.options(), release_gradients=True, offload=offload)
     made._named_by_us = True
     return made

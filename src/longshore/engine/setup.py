@@ -40,7 +40,6 @@ from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
 from longshore.optim import Offload
-from longshore.optim.offload import StoreFactory
 from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
@@ -195,7 +194,7 @@ def check_model(model: Any) -> nn.Module:
 
 def _store_factory(
     config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
-) -> StoreFactory:
+) -> Offload:
     """Choose where the state is kept: all of it on a single rank, or sharded over several ranks."""
     if offload is None:
         offload = _offload(config, ranks, binding)
@@ -212,7 +211,14 @@ def _store_factory(
     )
     if rest_device(config, ranks) != ranks.device and offload.transfer is None:
         offload = replace(offload, transfer=DeviceStreams.to_host(ranks.device, publishes=False))
-    return ShardedOffload(offload, ranks.group, reduction, config.allgather_bucket_numel, sharded, ranks.device)
+    return ShardedOffload.over(
+        offload,
+        group=ranks.group,
+        reduction=reduction,
+        gather_numel=config.allgather_bucket_numel,
+        sharded=sharded,
+        reduce_device=ranks.device,
+    )
 
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:

@@ -10,7 +10,8 @@ from torch import Tensor
 from longshore.errors import ParameterError
 from longshore.kernels import checksums_on
 from longshore.optim.parameters import Identity, ParameterRecord, check_no_shared_memory, check_parameter
-from longshore.tiles import ParameterStep, ParameterStore, debugging
+from longshore.store import Store
+from longshore.tiles import ParameterStep, debugging
 
 
 class Adoption:
@@ -32,9 +33,7 @@ class Adoption:
         self._identities: dict[int, Identity | None] = {}
         """:attr:`ParameterRecord.published` of the values that a checksum is of, by index."""
 
-    def adopt(
-        self, store: ParameterStore, records: Collection[ParameterRecord], steps: Mapping[int, ParameterStep]
-    ) -> None:
+    def adopt(self, store: Store, records: Collection[ParameterRecord], steps: Mapping[int, ParameterStep]) -> None:
         """Make what was written to the parameters in ``steps`` their masters.
 
         Raises:
@@ -62,7 +61,7 @@ class Adoption:
             record.has_master = True
 
     def published(
-        self, store: ParameterStore, records: Mapping[int, ParameterRecord], steps: Mapping[int, ParameterStep]
+        self, store: Store, records: Mapping[int, ParameterRecord], steps: Mapping[int, ParameterStep]
     ) -> None:
         """Take checksums of what was published by ``steps``, in the order of the current stream; ``records`` has the
         records by index."""
@@ -76,8 +75,8 @@ class Adoption:
         self._sums[self._rows(list(steps), sums.device)] = sums
         self._identities.update((index, records[index].published) for index in steps)
 
-    def _uses_checksums(self, store: ParameterStore) -> bool:
-        return self._detects and store.local.streams.publishes
+    def _uses_checksums(self, store: Store) -> bool:
+        return self._detects and store.tiles.streams.publishes
 
     def _written(self, records: Sequence[ParameterRecord], steps: Mapping[int, ParameterStep]) -> list[ParameterRecord]:
         """Return the records whose values are not known to be those that were published. One pass reads all of them,
@@ -104,7 +103,7 @@ def _checksums(values: Iterable[Tensor]) -> Tensor:
     return checksums_on(tensors[0].device)(tensors)
 
 
-def _check_no_writes(store: ParameterStore, records: Collection[ParameterRecord]) -> None:
+def _check_no_writes(store: Store, records: Collection[ParameterRecord]) -> None:
     for record in records:
         if not record.has_master or record.changed:
             continue

@@ -13,7 +13,7 @@ from torch import Tensor
 from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale, block_sums_on, total_of_blocks
 from longshore.optim.shards import over_ranks
-from longshore.tiles import ParameterStore
+from longshore.store import Store
 
 
 class Seen(NamedTuple):
@@ -108,7 +108,7 @@ def _block_sums_on_device(gradients: Mapping[int, Tensor], scale: Scale) -> dict
 
 
 def gradient_norm(
-    store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
+    store: Store, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
 ) -> Tensor:
     """Return the 2-norm over all gradients; squares are added in float64, and the root is rounded to float32 once.
 
@@ -118,7 +118,7 @@ def gradient_norm(
     on_device = {
         parameter: gradient
         for parameter, gradient in gradients.items()
-        if gradient is not None and gradient.device.type != "cpu" and store.local.streams.staged
+        if gradient is not None and gradient.device.type != "cpu" and store.tiles.streams.staged
     }
     blocks = _block_sums_on_device(on_device, scale)
     others = {parameter: gradient for parameter, gradient in gradients.items() if parameter not in on_device}

@@ -23,14 +23,15 @@ from longshore.optim.handed_out import HandedOut
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, members_of, take_up
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
 from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
-from longshore.tiles import Breakage, Forecast, ParameterStep, ParameterStore, Ranges, Recorder, annotating, debugging
+from longshore.store import Store
+from longshore.tiles import Breakage, Forecast, ParameterStep, Ranges, Recorder, annotating, debugging
 
 
 class OptimizerCore:
@@ -47,7 +48,7 @@ class OptimizerCore:
         self,
         groups: Callable[[], list[dict[str, Any]]],
         family: RuleFamily,
-        offload: StoreFactory,
+        offload: Offload,
         release_gradients: bool,
     ) -> None:
         family.encode_states(offload.state_format)
@@ -103,7 +104,7 @@ class OptimizerCore:
         return self._source is None and not any(group["params"] for group in self.groups())
 
     @property
-    def store(self) -> ParameterStore:
+    def store(self) -> Store:
         """Store that keeps the state."""
         return self.source.store
 
@@ -201,7 +202,7 @@ class OptimizerCore:
         fresh.store.foresee(_OptimizerForecast(self))
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.recorders)
-            if fresh.store.local.streams is self._source.store.local.streams:
+            if fresh.store.tiles.streams is self._source.store.tiles.streams:
                 self._source.remove_hooks()  # both use the copy streams that the user gave
             else:
                 self.close()
@@ -365,7 +366,7 @@ class OptimizerCore:
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
-        arrays = self.store.local.arrays
+        arrays = self.store.tiles.arrays
         for group in self.groups():
             family = self.family.of(group)
             known: dict[History, tuple[HostRule, History]] = {}
@@ -384,16 +385,16 @@ class OptimizerCore:
                     last, (rule, after) = history, known[history]
                 yield record, rule, after
 
-    def _name_states(self, store: ParameterStore) -> None:
+    def _name_states(self, store: Store) -> None:
         self.have_states(store, {name for group in self.groups() for name in self.family.states_of(group)})
 
-    def have_states(self, store: ParameterStore, names: Collection[str]) -> None:
+    def have_states(self, store: Store, names: Collection[str]) -> None:
         """Add these state arrays to the store unless it has them."""
-        local, matrix_state = store.local, self.family.matrix_state
-        if not all(name in local.arrays or name in local.matrix_arrays for name in names):
+        tiles, matrix_state = store.tiles, self.family.matrix_state
+        if not all(name in tiles.arrays or name in tiles.matrix_arrays for name in names):
             known = [name for name in self.family.states if name != matrix_state]
             of_matrices = () if matrix_state is None else (matrix_state,)
-            local.set_states([name for name in known if name in names or name in local.arrays], of_matrices)
+            tiles.set_states([name for name in known if name in names or name in tiles.arrays], of_matrices)
 
 
 class _OptimizerForecast(Forecast):

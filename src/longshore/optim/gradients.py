@@ -21,7 +21,7 @@ from longshore.optim.released import (
     put_gradient,
 )
 from longshore.optim.shards import flat, gradient_part
-from longshore.tiles import ParameterStore
+from longshore.store import Store
 
 
 class GradientSource(ABC):
@@ -33,7 +33,7 @@ class GradientSource(ABC):
         produced: number of gradients that hooks saw in this window, by parameter.
     """
 
-    def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
+    def __init__(self, store: Store, members: Callable[[], Set[int]]) -> None:
         self.store = store
         self.members = members
         self.records: dict[int, ParameterRecord] = {}
@@ -53,7 +53,7 @@ class GradientSource(ABC):
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``, and return it flat, in the parameter's logical order."""
-        record.check_gradient(gradient, same_dtype=self.store.local.streams.staged)
+        record.check_gradient(gradient, same_dtype=self.store.tiles.streams.staged)
         found = flat(gradient if type(gradient) is Tensor else gradient_part(record.leaf(), gradient))
         # After p.grad = p.data, kernels would read the gradient where they write the parameter.
         return found.clone() if found.data_ptr() == record.held.data_ptr() else found
@@ -75,11 +75,7 @@ class GradientSource(ABC):
         for record in records:
             self.records.pop(record.index, None)
             self.produced.pop(record.index, None)
-        local = self.store.local
-        local.settle()
-        for tier in local.tiers:
-            tier.remove({record.index for record in records})
-        local.tiles = [tile for tier in local.tiers for tile in tier.tiles]
+        self.store.remove({record.index for record in records})
 
     def look_again(self) -> None:
         """Add parameters that were frozen, or not gathered, until now."""

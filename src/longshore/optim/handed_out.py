@@ -164,7 +164,7 @@ class HandedOut:
                     del copies[name]  # it would be handed out again, with the values before the step
                 elif copy.checksum is not None:
                     continue
-                elif name in numbers_of(record) or core.store.local is core.store:
+                elif name in numbers_of(record) or core.store.alone:
                     copy.update(read_state(record, name, core))
                 else:
                     copy.checksum = copy.compute_checksum()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from longshore.errors import LongshoreError
 from longshore.optim.parameters import ParameterRecord
-from longshore.tiles import ParameterStore
+from longshore.store import Store
 
 
 class Entry(NamedTuple):
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 
 
 def balance(
-    records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: ParameterStore
+    records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: Store
 ) -> dict[int, Entry]:
     """Return the entry of each parameter for a window that is about to be stepped. Raises LongshoreError, before
     anything is stepped, if a gradient was produced and would not be applied."""

@@ -13,7 +13,7 @@ from longshore.errors import ParameterError
 from longshore.layout.tiles import MatrixLayout
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import GradientSource
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, is_lazy
 from longshore.optim.state import StateOwner
 
@@ -22,7 +22,7 @@ class GroupOwner(StateOwner, Protocol):
     """The parts of an ``OptimizerCore`` that depend on its groups."""
 
     groups: Callable[[], list[dict[str, Any]]]
-    offload: StoreFactory
+    offload: Offload
     parameters: dict[int, Tensor]
     _source: GradientSource | None
 

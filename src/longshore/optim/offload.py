@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,64 +12,17 @@ from torch import Tensor
 from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import MOST_HOST_THREADS, DeviceKernels, HostKernels, Kernels
-from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat, is_seed, parse_state_format, stream_of
+from longshore.layout.formats import Coding, StateFormat, is_seed, parse_state_format, stream_of
 from longshore.layout.tiles import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
-from longshore.tiles import Accumulate, ParameterStore, SpeculationMemory, TierSettings, TileStore
+from longshore.store import Store
+from longshore.tiles import Accumulate, SpeculationMemory, TierSettings, Tiles
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for
 
 
-class StoreFactory(ABC):
-    """Base class of settings that decide where an optimizer keeps its state, and make the store."""
-
-    takes_shards: bool = True
-    """Whether parameters may be DTensors, of which this process has a shard."""
-    detect_writes: bool = True
-    """Whether each step looks for writes to parameters that torch cannot see."""
-    alone: ClassVar[bool] = False
-    """Whether the store is this process's own: no other ranks have a part of its state, or have to act with it."""
-    keeps_shards: ClassVar[bool] = False
-    """Whether the store keeps state only for this process's shards of DTensors."""
-    leaf_of: Callable[[Tensor], Tensor | None] | None = None
-    """Function that returns the tensor into which autograd accumulates a parameter's gradient; None: the parameter
-    itself. See :meth:`ParameterRecord.leaf`."""
-
-    @property
-    @abstractmethod
-    def leaves_on_device(self) -> bool:
-        """Whether any of the state stays where the parameters are."""
-
-    states_seed: int = 0
-    """Number on which the random bits depend with which encoded states are rounded."""
-
-    @property
-    def state_format(self) -> StateFormat:
-        """Format of the states, as far as a parameter's shape allows it."""
-        return StateFormat.FP32
-
-    def coding_of(self, name: str, parameter: Tensor) -> Coding:
-        """Return how the states of a parameter, or of this process's shard of it, are encoded.
-
-        Raises:
-            ValueError: the place of the shard in the parameter cannot be told.
-        """
-        return FLOAT32_STATES
-
-    def check_member(self, parameter: Tensor, name: str) -> None:
-        """Raise ValueError for a parameter that :meth:`make_store`'s store could not take."""
-        return
-
-    @abstractmethod
-    def make_store(
-        self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]
-    ) -> ParameterStore:
-        """Make a store for parameters on ``device``; ``hold_gradients``: whether gradients arrive during backward;
-        ``parameters``: a dictionary by index, to which later parameters will be added."""
-
-
 @dataclass(frozen=True)
-class Offload(StoreFactory):
+class Offload:
     """Settings of where masters and moments are, and of the work on the host. Except for ``states``, none changes a bit
     of the result.
 
@@ -127,7 +79,7 @@ class Offload(StoreFactory):
     states_seed: int = 0
     accumulate: Accumulate = "auto"
     alone: ClassVar[bool] = True
-    keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether the store is this process's own: no other ranks have a part of its state, or have to act with it."""
 
     def __post_init__(self) -> None:
         most = (("tile_numel", "elements", 2**63 - 1), ("threads", "host threads", MOST_HOST_THREADS))
@@ -187,14 +139,36 @@ class Offload(StoreFactory):
             )
 
     @property
+    def takes_shards(self) -> bool:
+        """Whether parameters may be DTensors, of which this process has a shard."""
+        return True
+
+    @property
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:
+        """Function that returns the tensor into which autograd accumulates a parameter's gradient; None: the parameter
+        itself. See :meth:`ParameterRecord.leaf`."""
+        return None
+
+    def check_member(self, parameter: Tensor, name: str) -> None:
+        """Raise ValueError for a parameter that the store could not take."""
+        return
+
+    @property
     def leaves_on_device(self) -> bool:
+        """Whether any of the state stays where the parameters are."""
         return self.device == "none" or self.ratio < 1.0
 
     @property
     def state_format(self) -> StateFormat:
+        """Format of the states, as far as a parameter's shape allows it."""
         return parse_state_format(self.states)
 
     def coding_of(self, name: str, parameter: Tensor) -> Coding:
+        """Return how the states of a parameter, or of this process's shard of it, are encoded.
+
+        Raises:
+            ValueError: the place of the shard in the parameter cannot be told.
+        """
         coding = self.coding_in_whole(name, parameter.shape)
         if coding.format is not StateFormat.FP32 and is_sharded(parameter):
             first = first_element(parameter)
@@ -232,23 +206,27 @@ class Offload(StoreFactory):
                 raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
         return DeviceKernels(device)
 
-    def make_store(
-        self,
-        device: torch.device,
-        hold_gradients: bool,
-        parameters: Mapping[int, Tensor],
-        gradient_dtype: torch.dtype | None = None,
-        values_of: Callable[[int], Tensor] | None = None,
-    ) -> TileStore:
-        """Make the store of one process.
+    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> Store:
+        """Make the store of parameters on ``device``.
 
         Args:
-            gradient_dtype: dtype of gradients; default: that of their parameters.
-            values_of: see :class:`TileStore`; default: what this process has of each of ``parameters``.
+            hold_gradients: whether gradients arrive during backward.
+            parameters: a dictionary by index, to which later parameters will be added.
 
         Raises:
             ValueError: ``speculation_memory`` or ``accumulate`` is set, and gradients do not arrive before the step.
         """
+        return Store(self.make_tiles(device, hold_gradients, lambda index: flat(held_part(parameters[index]))))
+
+    def make_tiles(
+        self,
+        device: torch.device,
+        hold_gradients: bool,
+        values_of: Callable[[int], Tensor],
+        gradient_dtype: torch.dtype | None = None,
+    ) -> Tiles:
+        """Make the tiles of a store. Arguments as of :meth:`make_store` and :class:`Tiles`; raises the errors of the
+        former."""
         if self.speculation_memory and not hold_gradients:
             raise ValueError(
                 "speculation_memory is for stepping while backward brings gradients to the host, and without "
@@ -264,8 +242,7 @@ class Offload(StoreFactory):
             host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
             on_device = replace(self, device="none", **host)._tier(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
-        found = values_of or (lambda index: flat(held_part(parameters[index])))
-        return TileStore(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, found)
+        return Tiles(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, values_of)
 
     def _tier(self, device: torch.device, hold_gradients: bool) -> TierSettings:
         streams, kernels = self.streams_to(device), self.kernels_for(device)

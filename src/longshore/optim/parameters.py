@@ -18,7 +18,7 @@ from longshore.optim.family import History, RuleFamily
 from longshore.optim.shards import flat, former_of, held_part, is_sharded
 
 if TYPE_CHECKING:
-    from longshore.optim.offload import StoreFactory
+    from longshore.optim.offload import Offload
 
 
 class Identity:
@@ -62,7 +62,7 @@ class ParameterRecord:
         index: the parameter's index in the optimizer.
         name: the parameter's name in messages.
         parameter: the user's tensor.
-        store_factory: decides where its state is.
+        offload: decides where its state is.
         family: the optimizer's rules.
         group: the parameter group that it is in now.
 
@@ -80,7 +80,7 @@ class ParameterRecord:
         index: int,
         name: str,
         parameter: Tensor,
-        store_factory: StoreFactory,
+        offload: Offload,
         family: RuleFamily,
         group: Mapping[str, Any],
     ) -> None:
@@ -99,10 +99,10 @@ class ParameterRecord:
                 f"parameter {name} is a matrix that is not contiguous in memory (stored transposed, or a view), for "
                 "which torch's products have other bits: make it so, with nn.Parameter(parameter.contiguous())"
             )
-        self.coding = store_factory.coding_of(name, parameter)
-        self._leaf_of = store_factory.leaf_of
+        self.coding = offload.coding_of(name, parameter)
+        self._leaf_of = offload.leaf_of
         self._is_sharded = is_sharded(parameter)
-        self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)
+        self.keeps_shard = offload.alone and is_sharded(parameter)
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
         former = former_of(parameter)
         self._former = None if former is None else weakref.ref(former)
@@ -119,9 +119,9 @@ class ParameterRecord:
         self.left: Tensor | None = None
         """The placeholder in the ``.grad`` of the parameter that a shard replaced (see :func:`former_of`)."""
 
-    def rename(self, name: str, store_factory: StoreFactory) -> None:
+    def rename(self, name: str, offload: Offload) -> None:
         """Set the name, on which random bits depend, before the parameter is laid out."""
-        self.name, self.coding = name, store_factory.coding_of(name, self.parameter)
+        self.name, self.coding = name, offload.coding_of(name, self.parameter)
 
     def leaf(self) -> Tensor | None:
         """Return the tensor into which autograd accumulates the gradient: the parameter itself, or, if its shards are

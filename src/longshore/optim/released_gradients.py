@@ -37,7 +37,8 @@ from longshore.optim.released import (
     remove_all,
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
-from longshore.tiles import GRADIENT, FailedThere, ParameterStore
+from longshore.store import Store
+from longshore.tiles import GRADIENT, FailedThere
 
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -53,7 +54,7 @@ class ReleasedGradients(GradientSource):
     as in a notebook, may still have the former optimizer, or it waits for the garbage collector.
     """
 
-    def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
+    def __init__(self, store: Store, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
         self._number = next(_NUMBERS)
         self._unchecked = store.alone  # an engine's model was checked

@@ -12,7 +12,7 @@ from longshore.kernels import Rule, Scale
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.parameters import ParameterRecord
-from longshore.tiles import RepeatedCommit, TileStore
+from longshore.tiles import RepeatedCommit, Tiles
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -51,28 +51,31 @@ class RepeatedStep:
 
     Args:
         family: the optimizer's rule.
-        store: a store for which :meth:`RepeatedCommit.possible` is true.
+        tiles: tiles for which :meth:`RepeatedCommit.possible` is true.
         groups: the parameter groups.
         records: the records of each group's parameters, none of them sharded.
     """
 
     def __init__(
-        self, family: RuleFamily, store: TileStore, groups: Groups, records: Sequence[Sequence[ParameterRecord]]
+        self, family: RuleFamily, tiles: Tiles, groups: Groups, records: Sequence[Sequence[ParameterRecord]]
     ) -> None:
         self._family = family
-        self._store = store
+        self._tiles = tiles
         self._ids = _ids(groups)
-        self._parts = len(store.tier.parts)
+        self._parts = len(tiles.tier.parts)
         # A parameter that was frozen until now has no tiles: no gradient of it is of type None.
         self._groups = [
-            [(each, each.parameter, each.dtype, each.shape, Tensor if each.index in store else None) for each in group]
+            [
+                (each, each.parameter, each.dtype, each.shape, Tensor if each.index in tiles.tier.parts else None)
+                for each in group
+            ]
             for group in records
         ]
-        self._commit = RepeatedCommit(store, [record.index for group in records for record in group])
+        self._commit = RepeatedCommit(tiles, [record.index for group in records for record in group])
 
     def describes(self, groups: Groups) -> bool:
         """Return whether the groups have the parameters that they had, and no frozen one was stepped since."""
-        return len(self._store.tier.parts) == self._parts and _ids(groups) == self._ids
+        return len(self._tiles.tier.parts) == self._parts and _ids(groups) == self._ids
 
     def step(self, groups: Groups, scale: Callable[[], Scale]) -> list[ParameterRecord] | None:
         """Step the parameters that have a gradient, and return their records; None: the regular step has to."""
@@ -129,7 +132,7 @@ class RepeatedStep:
             if (history := record.history) is not last:
                 if history not in known:
                     family = self._family.of(group)
-                    rule = family.rule_of(group, history, self._store.arrays)
+                    rule = family.rule_of(group, history, self._tiles.arrays)
                     if not isinstance(rule, Rule) or family.initial(history):
                         return False
                     known[history] = len(found.rules), family.after(group, history)
@@ -147,6 +150,6 @@ def repeated_step(
     """Return the repeated step of these groups; None where gradients or parameters are copied."""
     store, members = source.store, [*records]
     sharded = any(record.keeps_shard for group in members for record in group)
-    if not isinstance(source, KeptGradients) or not isinstance(store, TileStore) or sharded:
+    if not isinstance(source, KeptGradients) or not store.alone or sharded:
         return None
-    return RepeatedStep(family, store, groups, members) if RepeatedCommit.possible(store) else None
+    return RepeatedStep(family, store.tiles, groups, members) if RepeatedCommit.possible(store.tiles) else None

@@ -14,7 +14,8 @@ from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import flat, is_sharded, part_of
 from longshore.optim.wrapped_names import counterparts
-from longshore.tiles import MASTER, ParameterStore
+from longshore.store import Store
+from longshore.tiles import MASTER
 
 
 class StateOwner(Protocol):
@@ -28,7 +29,7 @@ class StateOwner(Protocol):
     def empty(self) -> bool: ...
 
     @property
-    def store(self) -> ParameterStore: ...
+    def store(self) -> Store: ...
 
     @property
     def records(self) -> list[ParameterRecord]: ...
@@ -36,7 +37,7 @@ class StateOwner(Protocol):
     @property
     def source(self) -> GradientSource: ...
 
-    def have_states(self, store: ParameterStore, names: Collection[str]) -> None: ...
+    def have_states(self, store: Store, names: Collection[str]) -> None: ...
 
     def members(self) -> set[int]: ...
 
@@ -111,7 +112,7 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def fill_initial(record: ParameterRecord, store: ParameterStore) -> None:
+def fill_initial(record: ParameterRecord, store: Store) -> None:
     """Fill the states of a parameter that are not zero before its first step."""
     for name, value in record.family.initial(record.history).items():
         store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
@@ -142,7 +143,7 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
         state["step"] if "step" in state.keys() & family.entries else history.step,
         history.states
         | (arrays - {MASTER})
-        | ({*store.local.arrays, family.matrix_state} & {*family.states} - family.optional_states),
+        | ({*store.tiles.arrays, family.matrix_state} & {*family.states} - family.optional_states),
         tuple((name, state.get(name, value)) for name, value in scalars.items()),
     )
     record.has_state = True

@@ -115,6 +115,6 @@ def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner
 
 def _written(record: ParameterRecord, core: StateOwner) -> bool:
     """Return whether somebody wrote the parameter, which then counts (law 10)."""
-    if not record.changed or not record.has_state or core.store.local is not core.store:  # ranks have to decide alike
+    if not record.changed or not record.has_state or not core.store.alone:  # ranks have to decide alike
         return record.changed
     return record.has_master and core.store.count_differing(record.index, record.values()) > 0

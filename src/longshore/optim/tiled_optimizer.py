@@ -17,7 +17,7 @@ from longshore.optim.clipping import check_clipping, gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
-from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.other_words import check_not_replaced
 from longshore.optim.parameters import group_members, names_of
 from longshore.optim.shards import present
@@ -44,10 +44,10 @@ class TiledOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         family: RuleFamily,
         release_gradients: bool,
-        offload: StoreFactory | None,
+        offload: Offload | None,
     ) -> None:
         offload = offload or Offload()
-        if not isinstance(offload, StoreFactory):
+        if not isinstance(offload, Offload):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
         # The base class calls add_param_group, which needs the core.
         self._make_core(family, offload, bool(release_gradients))
@@ -57,7 +57,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         for each in on_made:
             each()
 
-    def _make_core(self, family: RuleFamily, offload: StoreFactory, release_gradients: bool) -> None:
+    def _make_core(self, family: RuleFamily, offload: Offload, release_gradients: bool) -> None:
         me = weakref.proxy(self)  # it is alive whenever its core is used
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
         self._named_by_us = False  # an engine sets this; torch checks what users name
@@ -392,13 +392,13 @@ class TiledOptimizer(torch.optim.Optimizer):
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of steps ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
-        return self._core.store.local.speculation
+        return self._core.store.tiles.speculation
 
     def host_bytes(self) -> dict[str, int]:
         """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``
         (of windows with several backwards), ``spares`` (for steps ahead), and ``staging`` (through which gradients and
         new parameters pass in the default mode)."""
-        return self._core.store.local.host_bytes()
+        return self._core.store.tiles.host_bytes()
 
     def close(self) -> None:
         """Wait for work under way, remove the hooks, and end the threads."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longshore.layout.divisions import division_of
-from longshore.layout.formats import Coding, StateFormat
+from longshore.layout.formats import Coding
 from longshore.layout.layout import Layout
-from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.offload import Offload
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.ownership import Ownership, ReplicatedOwnership
 from longshore.sharding.reduction import ReductionSettings
@@ -23,53 +23,42 @@ if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 
-@dataclass(frozen=True)
-class ShardedOffload(StoreFactory):
-    """Settings of a store whose state is spread over the ranks of a process group.
+@dataclass(frozen=True, kw_only=True)
+class ShardedOffload(Offload):
+    """Settings of a store whose state is spread over the ranks of a process group; the others say how each rank keeps
+    its share.
 
     Attributes:
-        offload: how each rank keeps its share.
         group: process group of the ranks; None: all ranks.
-        settings: how gradients are reduced.
+        reduction: how gradients are reduced.
         gather_numel: number of elements that are gathered together after a step (stages 1 and 2).
         sharded: the model, at stage 3; otherwise None.
-        device: where gradients come and are reduced; None: where the parameters are.
+        reduce_device: where gradients come and are reduced; None: where the parameters are.
     """
 
-    offload: Offload
     group: Any
-    settings: ReductionSettings
+    reduction: ReductionSettings
     gather_numel: int
     sharded: FullyShardedModel | None = None
-    device: torch.device | None = None
+    reduce_device: torch.device | None = None
+    alone: ClassVar[bool] = False
+
+    @classmethod
+    def over(cls, offload: Offload, **settings: Any) -> ShardedOffload:
+        """Return ``offload`` with the ``settings`` of ranks."""
+        return cls(**{each.name: getattr(offload, each.name) for each in fields(offload)}, **settings)
 
     @property
-    def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def takes_shards(self) -> bool:
         return self.sharded is not None
 
     @property
-    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:
         return None if self.sharded is None else self.sharded.leaf_of
-
-    @property
-    def detect_writes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.offload.detect_writes
-
-    @property
-    def leaves_on_device(self) -> bool:
-        return self.offload.leaves_on_device
-
-    @property
-    def states_seed(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.offload.states_seed
-
-    @property
-    def state_format(self) -> StateFormat:
-        return self.offload.state_format
 
     def coding_of(self, name: str, parameter: Tensor) -> Coding:
         # The store knows which of a parameter's elements this rank has.
-        return self.offload.coding_in_whole(name, parameter.shape)
+        return self.coding_in_whole(name, parameter.shape)
 
     def check_member(self, parameter: Tensor, name: str) -> None:
         if self.sharded is not None and id(parameter) not in self.sharded.members:
@@ -80,28 +69,26 @@ class ShardedOffload(StoreFactory):
             )
 
     def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
-        settings = self.settings
-        waiting_numel = settings.bucket_numel
+        reduction = self.reduction
+        waiting_numel = reduction.bucket_numel
         if self.sharded is not None:
             # At most as many as are gathered together may wait: the device has no room for gradients of all modules.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
         limit_bytes = waiting_numel * torch.float32.itemsize  # this is also the size of two buckets in 16 bits
-        reducing = device if self.device is None else self.device
+        reducing = device if self.reduce_device is None else self.reduce_device
         collectives = CollectiveThread(twins_of(self.group, reducing), reducing, limit_bytes)
         # If gradients are reduced in step(), there is no backward during which to step ahead.
-        in_backward = settings.each_backward or settings.early
-        offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
+        in_backward = reduction.each_backward or reduction.early
+        offload = self if in_backward else replace(self, speculation_memory=0)
         # Reduced gradients are float32, whatever their dtype was.
-        local = offload.make_store(
-            device, True, parameters, torch.float32, lambda key: ownership.values(key, parameters)
-        )
+        tiles = offload.make_tiles(device, True, lambda key: ownership.values(key, parameters), torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
             from longshore.sharding.fully_sharded import FullySharded
 
-            ownership = FullySharded(collectives, self.sharded, parameters, settings.bucket_numel)
+            ownership = FullySharded(collectives, self.sharded, parameters, reduction.bucket_numel)
         else:
-            division = division_of(settings.stage, collectives.world_size, collectives.rank)
-            owning = Ownership if settings.stage > 0 else ReplicatedOwnership
-            ownership = owning(collectives, Layout(division, settings.bucket_numel), self.gather_numel)
-        return ShardedStore(local, ownership, settings)
+            division = division_of(reduction.stage, collectives.world_size, collectives.rank)
+            owning = Ownership if reduction.stage > 0 else ReplicatedOwnership
+            ownership = owning(collectives, Layout(division, reduction.bucket_numel), self.gather_numel)
+        return ShardedStore(tiles, ownership, reduction)

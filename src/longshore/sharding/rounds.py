@@ -15,7 +15,7 @@ from longshore.layout.divisions import Bucket
 from longshore.sharding.agreement import Action, Statement, agreement_of
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import ReductionSettings, reduce_shard
-from longshore.tiles import TileStore
+from longshore.tiles import Tiles
 
 
 class PendingGradients:
@@ -133,14 +133,14 @@ class Round:
 
 
 class LocalGradients:
-    """Gradients of this rank in a window; their means over the ranks arrive in ``local``, by owned range.
+    """Gradients of this rank in a window; their means over the ranks arrive in ``tiles``, by owned range.
 
     Several autograd threads may call :meth:`arrive` at once. Reductions run on the collective thread.
     """
 
-    def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, tiles: Tiles, ownership: Ownership, settings: ReductionSettings) -> None:
         # These are fixed.
-        self._local = local
+        self._tiles = tiles
         self._ownership = ownership
         self._collectives = ownership.collectives
         self._window = ownership.window
@@ -175,7 +175,7 @@ class LocalGradients:
     def marks(self) -> Any:
         """Return how far each stream is that had gradients in this window; see :meth:`CopyStreams.marks`."""
         with self._lock:
-            return self._local.streams.marks(self._streams)
+            return self._tiles.streams.marks(self._streams)
 
     # -- backwards, from the caller's thread ----------------------------------
 
@@ -294,11 +294,11 @@ class LocalGradients:
         if sums:  # a dtype that can represent both, so that no bit depends on which rank has a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
-        streams, predivide = self._local.streams, self._settings.predivide
+        streams, predivide = self._tiles.streams, self._settings.predivide
         with streams.aside(ready):
             reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide, streams.read_aside)
             for owned, values in self._ownership.spread(bucket, reduced):
-                self._local.arrive(owned.key, values)
+                self._tiles.arrive(owned.key, values)
 
     # -- gradients, from any thread -------------------------------------------
 
@@ -306,7 +306,7 @@ class LocalGradients:
         """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
-            self._streams.add(self._local.streams.stream())
+            self._streams.add(self._tiles.streams.stream())
             bucket = self._ownership.layout.bucket_of.get(parameter)
             if bucket is None:
                 return  # the parameter has no elements

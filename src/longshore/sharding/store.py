@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import MatrixRule, Scale
 from longshore.layout.formats import StateFormat
 from longshore.layout.layout import Layout
-from longshore.layout.tiles import Range, Spec
+from longshore.layout.tiles import Spec
 from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
@@ -22,22 +22,22 @@ from longshore.sharding.matrices import RankExchange
 from longshore.sharding.ownership import OwnedForecast, Ownership
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
+from longshore.store import Store
 from longshore.tiles import (
     Breakage,
     Forecast,
     Matrix,
     ParameterStep,
-    ParameterStore,
     Recorder,
-    TileStore,
+    Tiles,
     broken_state_error,
     debugging,
 )
 from longshore.tiles.matrix_exchange import reserve
 
 
-class ShardedStore(ParameterStore):
-    """A parameter store whose state is spread over ranks.
+class ShardedStore(Store):
+    """Store whose state is spread over ranks.
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
@@ -45,32 +45,33 @@ class ShardedStore(ParameterStore):
 
     alone: ClassVar[bool] = False
 
-    def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        self._local = local
-        self.broken: Breakage | None = None
-        self.recorders: tuple[Recorder, ...] = ()
-        self.ownership = ownership
-        self.streams, self.collectives = local.streams, ownership.collectives
+    def __init__(self, tiles: Tiles, ownership: Ownership, settings: ReductionSettings) -> None:
+        super().__init__(tiles)
+        self.ownership, self.collectives = ownership, ownership.collectives
         self._settings = settings
         self.window = ownership.window
-        self._gradients = LocalGradients(local, ownership, settings)
+        self._gradients = LocalGradients(tiles, ownership, settings)
+        self._broken: Breakage | None = None
+        """Why a step that all ranks had agreed on ended half way, on this rank or another one."""
         self._closed = False
 
     @property
-    def local(self) -> TileStore:
-        """Tiles of the ranges that this rank owns, by their keys."""
-        return self._local
+    def layout(self) -> Layout:
+        return self.ownership.layout
 
     @property
-    def layout(self) -> Layout:
-        """Layout of all parameters over the ranks."""
-        return self.ownership.layout
+    def broken(self) -> Breakage | None:
+        return self._broken
+
+    @broken.setter
+    def broken(self, broken: Breakage | None) -> None:
+        self._broken = broken
 
     def add_parameters(self, specs: Iterable[Spec]) -> None:
         added, former = list(specs), self.layout
         self._check_undivided(added)
         layout = self.ownership.layout = former.extended(added)
-        self.local.add_parameters(layout.parts(len(former.buckets)))
+        self.tiles.add(layout.parts(len(former.buckets)))
         self._gradients.order += range(len(former.buckets), len(layout.buckets))
 
     def _check_undivided(self, specs: Iterable[Spec]) -> None:
@@ -89,13 +90,9 @@ class ShardedStore(ParameterStore):
                     "tensor parallelism has divided: train without it, or leave states out"
                 )
 
-    def __contains__(self, parameter: int) -> bool:
-        return parameter in self.layout.specs
-
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
-        self.local.set_recorders(recorders)
-        self.recorders = self.local.recorders
-        self.collectives.record(self.local.recorder)
+        super().set_recorders(recorders)
+        self.collectives.record(self.tiles.recorder)
 
     # -- gradients of this rank -----------------------------------------------
 
@@ -125,10 +122,10 @@ class ShardedStore(ParameterStore):
             self.window.given_up = True
 
     def foresee(self, forecast: Forecast) -> None:
-        self.local.foresee(OwnedForecast(forecast, self.ownership))
+        self.tiles.foresee(OwnedForecast(forecast, self.ownership))
 
     def expect_backwards(self, backwards: int) -> None:
-        self.local.expect_backwards(backwards if self._settings.each_backward else 1)
+        self.tiles.expect_backwards(backwards if self._settings.each_backward else 1)
 
     def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
         if by_hook:
@@ -140,7 +137,7 @@ class ShardedStore(ParameterStore):
         return self.window.arrivals.get(parameter, 0)
 
     def reduced(self, parameter: int) -> int | None:
-        return min((self.local.reduced(each.key) for each in self.layout.owned(parameter)), default=None)
+        return min((self.tiles.reduced(each.key) for each in self.layout.owned(parameter)), default=None)
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -162,7 +159,7 @@ class ShardedStore(ParameterStore):
                 window.number = max(window.number, collectives.given_up)
             self.ownership.discarded()
             self.window.told = False  # failures from now on belong to another window
-            self.local.discard()
+            self.tiles.discard()
             self._gradients.begin()
 
     # -- the end of a window --------------------------------------------------
@@ -199,7 +196,7 @@ class ShardedStore(ParameterStore):
             window.settled += bool(active)
             if not agreed.early:
                 if closing is not None:
-                    self.local.discard()  # some rank has more or other gradients than those that were reduced
+                    self.tiles.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in layout.buckets if each.parameters & wanted]
                 self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)
@@ -236,7 +233,7 @@ class ShardedStore(ParameterStore):
         for parameter in gradients:
             for each in self.layout.owned(parameter):
                 (counted if each.counts else repeated)[each.key] = None
-        part, other = (self.local.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
+        part, other = (self.tiles.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
         # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
         return self.ownership.total(part if math.isfinite(other) else other)
 
@@ -257,19 +254,19 @@ class ShardedStore(ParameterStore):
         failure: BaseException | None = None
         try:
             self.ownership.before_publishing()
-            self.local.commit(own, scale, lambda: None, exchange)
+            self.tiles.commit(own, scale, lambda: None, exchange)
         except BaseException as error:
             failure = error  # the others are told below
             if exchange is not None:
                 with contextlib.suppress(LongshoreError):  # the first error is the one to raise
                     exchange.abandon()
-        ready = self.streams.marks(())
+        ready = self.tiles.streams.marks(())
 
         def publish() -> None:
             said = Statement(failed=failure is not None)
             agreed = agreement_of(self.collectives.rows(torch.tensor(said.numbers())), said)
             agreed.check(self.collectives.rank, failure, BrokenStateError)
-            with self.streams.aside(ready):
+            with self.tiles.streams.aside(ready):
                 for bucket in self.layout.buckets:
                     if active := bucket.parameters & steps.keys():
                         self.ownership.publish(bucket, {parameter: steps[parameter].target for parameter in active})
@@ -296,9 +293,9 @@ class ShardedStore(ParameterStore):
                 matrices.append(Matrix(parameter, matrix.layout, step.rule))
         if not matrices:
             return None
-        exchange = RankExchange(self.ownership, matrices, self.streams, self.local.recorder)
+        exchange = RankExchange(self.ownership, matrices, self.tiles.streams, self.tiles.recorder)
         try:
-            reserve(self.streams.device, matrices)
+            reserve(self.tiles.streams.device, matrices)
         except BaseException:
             self._refuse()
             raise
@@ -315,7 +312,7 @@ class ShardedStore(ParameterStore):
 
     def check_usable(self) -> None:
         self._check_open()
-        self.local.check_usable()
+        self.tiles.check_usable()
         if self.broken is not None:
             raise broken_state_error(self.broken, " on this or another rank", " on every rank")
 
@@ -328,7 +325,6 @@ class ShardedStore(ParameterStore):
             self.window.fail(failure)
 
     def meet(self, loading: bool) -> None:
-        """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
         self.ownership.check_outside_of_gather(action)
@@ -339,53 +335,22 @@ class ShardedStore(ParameterStore):
 
     def begin_load(self) -> None:
         self._before_writing()
-        self.local.begin_load()
+        self.tiles.begin_load()
         self.broken = None
         self._gradients.begin()
 
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[Range]:
-        return self.layout.owned(parameter)
-
-    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        self._before_writing()
-        for each in self.layout.owned(parameter):
-            self.local.adopt(each.key, values[each.held], keep_matching=keep_matching)
-
-    def count_differing(self, parameter: int, values: Tensor) -> int:
-        owned = self.layout.owned(parameter)
-        return sum(self.local.count_differing(each.key, values[each.held]) for each in owned)
-
-    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
-        values = self.layout.division.part(parameter, values)
-        owned = self.layout.owned(parameter)
-        return any(self.local.differs(each.key, which, values[each.elements]) for each in owned)
-
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
-        reduced one."""
         self.check_usable()
-        return self.ownership.assemble(parameter, which, lambda each: self.local.read_state(each.key, which))
+        return self.ownership.assemble(parameter, which, lambda each: self.tiles.read_state(each.key, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
         return self.ownership.assemble_values(parameter, held)
-
-    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        self._before_writing()
-        values = self.layout.division.part(parameter, values)
-        for each in self.layout.owned(parameter):
-            self.local.write_state(each.key, which, values[each.elements])
-
-    def clear_state(self, parameter: int) -> None:
-        self._before_writing()
-        for each in self.layout.owned(parameter):
-            self.local.clear_state(each.key)
 
     def close(self) -> None:
         self._closed = True
         self.ownership.close()
         self.collectives.close()
-        self.local.close()
+        super().close()
 
 
 def sharded_store(optimizer: TiledOptimizer) -> ShardedStore | None:

@@ -1,16 +1,15 @@
-"""Tiles and their state machine, the tiers in which they rest, and the store of one process."""
+"""Tiles and their state machine, and the tiers in which they rest."""
 
 from longshore.tiles.arrivals import Accumulate
 from longshore.tiles.bets import SpeculationMemory, SpeculationRecord, memory_for_speculation
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
-from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.steps import GRADIENT, MASTER, Breakage, FailedThere, Forecast, ParameterStep, broken_state_error
-from longshore.tiles.store import TileStore
 from longshore.tiles.tier import Tier, TierSettings
 from longshore.tiles.tile import TileState
+from longshore.tiles.tiles import Tiles
 
 __all__ = [
     "GRADIENT",
@@ -25,7 +24,6 @@ __all__ = [
     "Matrix",
     "MatrixExchange",
     "ParameterStep",
-    "ParameterStore",
     "Ranges",
     "Recorder",
     "RepeatedCommit",
@@ -35,7 +33,7 @@ __all__ = [
     "Tier",
     "TierSettings",
     "TileState",
-    "TileStore",
+    "Tiles",
     "annotating",
     "broken_state_error",
     "debugging",

@@ -13,8 +13,7 @@ from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrices import MatrixSteps
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import Slot
-from longshore.tiles.publishing import NewValues, publish
-from longshore.tiles.tier import Active, Tier
+from longshore.tiles.tier import Active, NewValues, Tier
 from longshore.tiles.tile import SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.transfer import wait_for_all
 
@@ -99,7 +98,7 @@ class InPlace:
     def _publish(self, tile: Tile, slot: Slot | None, active: Active, outputs: Sequence[Tensor]) -> None:
         pairs = zip(active, outputs, strict=True)
         new = [NewValues(segment, output, segment.part_of(step.target)) for (segment, step), output in pairs]
-        publish(self._tier.streams, tile, slot, new)
+        self._tier.publish(tile, slot, new)
 
     def _finish(self, tile: Tile, active: Active) -> None:
         segment_steps = []

@@ -29,9 +29,8 @@ from longshore.kernels import (
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, Matrix, MatrixExchange
-from longshore.tiles.publishing import NewValues, publish
 from longshore.tiles.steps import ParameterStep
-from longshore.tiles.tier import Active, Tier
+from longshore.tiles.tier import Active, NewValues, Tier
 from longshore.tiles.tile import Segment, Tile, TileEvent
 from longshore.transfer import wait_for_all
 
@@ -178,4 +177,4 @@ class MatrixSteps:
             if part.ahead is None:
                 tile.move(TileEvent.COMMIT_DONE)
             self._stepped.append(tile)
-            publish(tier.streams, tile, slot, [NewValues(segment, output, target)])
+            tier.publish(tile, slot, [NewValues(segment, output, target)])

@@ -1,4 +1,4 @@
-"""Commit of a store whose kernels read gradients and write parameters where they are, by addresses alone."""
+"""Commit of tiles whose kernels read gradients and write parameters where they are, by addresses alone."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable, Sequence
 
 from longshore.kernels import HostKernels, HostRule, Scale, SegmentTable
 from longshore.kernels.base import DTYPE_CODES
-from longshore.tiles.store import TileStore
 from longshore.tiles.tile import Tile, TileEvent
+from longshore.tiles.tiles import Tiles
 
 
 class RepeatedCommit:
-    """Commits of one store, each with the same parameters: what is the same each time is computed once.
+    """Commits of the same tiles, each with the same parameters: what is the same each time is computed once.
 
     Args:
-        store: a store with one tier, on the host, that copies nothing.
+        tiles: tiles of one tier, on the host, that copies nothing.
         parameters: indices of parameters; gradients have the dtypes of their parameters.
     """
 
-    def __init__(self, store: TileStore, parameters: Sequence[int]) -> None:
-        assert isinstance(store.kernels, HostKernels)
-        self._store = store
-        self._kernels = store.kernels
+    def __init__(self, tiles: Tiles, parameters: Sequence[int]) -> None:
+        assert isinstance(tiles.kernels, HostKernels)
+        self._tiles = tiles
+        self._kernels = tiles.kernels
         places = {parameter: place for place, parameter in enumerate(parameters)}
         self._tables: list[tuple[Tile, SegmentTable, list[int]]] = []
         """Tiles of these parameters, each with the places of its segments' parameters."""
-        for tile in store.tiles:
+        for tile in tiles:
             segments = [each for each in tile.layout.segments if each.parameter in places]
             code, itemsize = DTYPE_CODES[tile.dtype], tile.dtype.itemsize
             starts = [each.parameter_offset * itemsize for each in segments]
@@ -36,15 +36,15 @@ class RepeatedCommit:
             self._tables.append((tile, SegmentTable(rows), [places[each.parameter] for each in segments]))
 
     @staticmethod
-    def possible(store: TileStore) -> bool:
-        """Return whether a store steps all its tiles on the host, one element at a time, and copies nothing."""
-        alone = len(store.tiers) == 1 and not store.tier.ranges
-        return alone and not store.streams.staged and isinstance(store.kernels, HostKernels)
+    def possible(tiles: Tiles) -> bool:
+        """Return whether all tiles are stepped on the host, one element at a time, and nothing is copied."""
+        alone = len(tiles.tiers) == 1 and not tiles.tier.ranges
+        return alone and not tiles.streams.staged and isinstance(tiles.kernels, HostKernels)
 
     @property
     def undisturbed(self) -> bool:
         """Whether nobody is told of the tiles' events, and no snapshot has buffers still to read."""
-        return not self._store.recorders and not self._store.tier.snapshots.active
+        return not self._tiles.recorders and not self._tiles.tier.snapshots.active
 
     def commit(
         self,
@@ -53,14 +53,14 @@ class RepeatedCommit:
         scale: Scale,
         then: Callable[[], None],
     ) -> None:
-        """Step, as :meth:`TileStore.commit` does; ``then`` follows.
+        """Step, as :meth:`Tiles.commit` does; ``then`` follows.
 
         ``addresses`` has for each parameter the address of its gradient (0: it has none and is not stepped), its own
         address, and the number of its rule.
         """
         gradients, outputs, numbers = addresses
         stepped: list[Tile] = []
-        with self._store.committing(stepped, ()):
+        with self._tiles.committing(stepped, ()):
             for tile, table, places in self._tables:
                 found = [gradients[place] for place in places]
                 if not any(found):

@@ -7,7 +7,7 @@ Gradients are copied to a tier during backward (:meth:`Tier.bring`) or in the st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +19,15 @@ from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
 from longshore.tiles.bets import SpeculationMemory
-from longshore.tiles.events import NO_RECORDER, Recorder, Recorders
+from longshore.tiles.events import NO_RECORDER, PUBLISH, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
 from longshore.tiles.memory import BufferPool, PendingReads, Slot, Slots, allocator_on
+from longshore.tiles.parcels import runs_of_neighbors
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import Speculator
 from longshore.tiles.steps import MASTER, ParameterStep
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
-from longshore.transfer import Copy, CopyStreams, wait_for_all
+from longshore.transfer import Bundle, Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
 _SUM_SLOTS_STAY = 2
@@ -34,6 +35,14 @@ _SUM_SLOTS_STAY = 2
 
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
+
+
+class NewValues(NamedTuple):
+    """New values of a segment, and the part of the parameter that they belong to."""
+
+    segment: Segment
+    output: Tensor
+    target: Tensor
 
 
 class TierSettings(NamedTuple):
@@ -130,7 +139,7 @@ class Tier:
             self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
-        """See :meth:`TileStore.set_states`; no work may be under way."""
+        """See :meth:`Tiles.set_states`; no work may be under way."""
         changed = {
             arrays: (MASTER, *states)
             for arrays, states in ((self.elementwise, elementwise), (self.of_matrices, of_matrices))
@@ -149,7 +158,7 @@ class Tier:
         for tile in tiles:
             tile.widen_buffer(rows[tile.arrays], self.buffers)
 
-    def remove(self, parameters: Set[int]) -> None:
+    def remove(self, parameters: Collection[int]) -> None:
         """Forget parameters; a tile of which nothing is left gives its memory back."""
         for parameter in parameters:
             self.device_sums.pop(parameter)
@@ -283,7 +292,7 @@ class Tier:
         return failure
 
     def block_sums(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> dict[int, Sequence[float]]:
-        """Return, by parameter, sums of squares of its blocks here; see :meth:`ParameterStore.sum_of_squares`."""
+        """Return, by parameter, sums of squares of its blocks here; see :meth:`Store.sum_of_squares`."""
         known = self.speculator.known_squares(scale)
         measured: dict[int, list[Tensor]] = {}
         copies: list[Copy] = []
@@ -352,3 +361,35 @@ class Tier:
     def close(self) -> None:
         self.worker.close()
         self.streams.close()
+
+    # -- publishing -----------------------------------------------------------
+
+    def publish(self, tile: Tile, slot: Slot | None, new: Sequence[NewValues]) -> None:
+        """Copy new values of a tile to its parameters: those of small neighbors together.
+
+        Args:
+            slot: where the new values are, in order; None: they are in no slot.
+            new: in the order of the tile's buffer.
+        """
+        together = self.streams.publishes and slot is not None
+        small = [each for each in new if together and each.segment.layout.small]
+        alone = [[each] for each in new if not (together and each.segment.layout.small)]
+        for run in [*runs_of_neighbors(small, lambda each: each.segment.place), *alone]:
+            handle = self._publish_run(tile, slot, run)
+            if slot is not None:
+                slot.last_publish = handle
+
+    def _publish_run(self, tile: Tile, slot: Slot | None, run: Sequence[NewValues]) -> Copy:
+        begin_ns = tile.recorder.begin(PUBLISH, tile.layout.index)
+        handle: Copy | None = None
+        if slot is not None and len(run) > 1:
+            whole, offsets = slot.view_of_run(tile.dtype, [each.segment.layout for each in run])
+            targets = Bundle([(each.target, offset) for each, offset in zip(run, offsets, strict=True)])
+            with contextlib.suppress(torch.OutOfMemoryError):  # of the memory that they pass through
+                handle = self.streams.publish(whole, targets)
+        if handle is None:
+            for each in run:
+                handle = self.streams.publish(each.output, each.target)
+        assert handle is not None
+        tile.recorder.copying(PUBLISH, tile.layout.index, handle, begin_ns)
+        return handle

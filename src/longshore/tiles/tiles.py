@@ -1,19 +1,17 @@
-"""State of one optimizer in this process: tiles, their buffers, and the gradients of the accumulation window.
+"""Tiles of one process: the state of what it steps, and the gradients of the accumulation window.
 
-The store knows parameters by index, as flat tensors; its caller knows groups, names and ``.grad``.
+They know elements under a number, the key of a range, as flat tensors; stores know parameters and ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch import Tensor
 from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale, master_of, total_of_blocks, write_state, zero_elements
 from longshore.layout.formats import NEVER_NEGATIVE, Coding
-from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Range, Spec, TileRun, runs_by_home
+from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Spec, TileRun, runs_by_home
 from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.in_place import InPlace
@@ -41,8 +39,10 @@ from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 
 
-class TileStore:
-    """Tiles of one process, and the tiers that keep and step them; a :class:`ParameterStore`.
+class Tiles:
+    """Tiles of one process, and the tiers that keep and step them.
+
+    "Parameter" stands here for the elements under one key: a parameter, or the range of one that this process steps.
 
     Args:
         settings: settings of the tier that keeps the state.
@@ -54,8 +54,6 @@ class TileStore:
         values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
             master where it is stepped in place.
     """
-
-    alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -90,10 +88,11 @@ class TileStore:
         self._failure: BaseException | None = None
         """The error because of which the window cannot be stepped."""
 
-    @property
-    def local(self) -> TileStore:
-        """See :class:`ParameterStore`; a reference kept here would keep all memory until the garbage collector runs."""
-        return self
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self.tiles)
+
+    def __len__(self) -> int:
+        return len(self.tiles)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -145,7 +144,8 @@ class TileStore:
             elif not tile.own_master:
                 master_of(buffer)[segment.layout.in_buffer].copy_(part)
 
-    def add_parameters(self, specs: Iterable[Spec]) -> None:
+    def add(self, specs: Iterable[Spec]) -> None:
+        """Lay out parameters in new tiles, in the order in which their gradients come last to first."""
         added = list(specs)
         for tier in self.tiers:
             tier.parts.update((spec.key, []) for spec in added)
@@ -186,8 +186,12 @@ class TileStore:
         self.tiles += added
         tier.add(added)
 
-    def __contains__(self, parameter: int) -> bool:
-        return parameter in self.tier.parts
+    def remove(self, parameters: Collection[int]) -> None:
+        """Forget parameters, with their state and gradients."""
+        self.settle()
+        for tier in self.tiers:
+            tier.remove(parameters)
+        self.tiles = [tile for tier in self.tiers for tile in tier.tiles]
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str] = ()) -> None:
         """Name the state arrays of parameters that are stepped one element at a time, and of matrices, in the order in
@@ -205,15 +209,13 @@ class TileStore:
 
     # -- the accumulation window ----------------------------------------------
 
-    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
-        if not by_hook:
-            return gradient
-        # This returns at once: the copy runs on its stream, and the worker adds a later arrival.
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient (flat, where parameters compute). This returns at once, and the caller may drop it:
+        the copy runs on its stream, and the worker adds a later arrival."""
         self.check_usable()
         with self._lock:
             for tier in self.tiers:
                 tier.arrive(parameter, gradient)
-        return None
 
     def foresee(self, forecast: Forecast) -> None:
         for tier in self.tiers:
@@ -238,30 +240,13 @@ class TileStore:
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
 
-    def begin_backward(self, reduce: bool, last: bool) -> None:
-        return
-
-    def end_backward(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            self.fail(failure)
-
     def fail(self, failure: BaseException) -> None:
         self._failure = self._failure or failure
 
-    def agree(
-        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
-    ) -> Mapping[int, Tensor | None]:
+    def check_complete(self) -> None:
+        """Raise GradientError if a gradient of the window failed, BrokenStateError if the state is broken."""
         self.check_usable()
         self._check_complete()
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # its traceback has this frame: a cycle, with the store in it
-        return found
-
-    def preparing(self, same: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
@@ -329,7 +314,7 @@ class TileStore:
         then: Callable[[], None] = lambda: None,
         exchange: MatrixExchange | None = None,
     ) -> None:
-        """Step parameters; see :class:`ParameterStore`. ``exchange``: brings together the matrices of which this
+        """Step parameters; see :meth:`Store.commit`. ``exchange``: brings together the matrices of which this
         process has a part."""
         self.settle()
         work: dict[int, Active] = {}
@@ -505,16 +490,10 @@ class TileStore:
             segment.wait().copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
-        if parameter not in self:
-            return
         self._void(parameter)
         for _, tile, segment in self._placed(parameter):
             if tile.buffer is not None:  # a tile without a buffer has only zeros
                 zero_elements(tile.buffer, segment.layout.in_buffer)
-
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[Range]:
-        numel = math.prod(shape)
-        return [Range(parameter, parameter, 0, numel)] if numel > 0 else []
 
     def close(self) -> None:
         if any(tier.device_sums for tier in self.tiers):

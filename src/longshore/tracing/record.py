@@ -241,7 +241,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
     if any(isinstance(each, EventRecorder) for each in optimizer._core.store.recorders):
         raise LongshoreError("this optimizer is being traced already; end the other block of longshore.trace first")
-    clock, streams = optimizer._core.store.local.streams.clock(), _streams_of(optimizer)
+    clock, streams = optimizer._core.store.tiles.streams.clock(), _streams_of(optimizer)
     if clock is None and streams:
         clock = DeviceClock(streams[0].device)
     recorder = EventRecorder(clock)
@@ -258,7 +258,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         _record(optimizer, recorder, False)
         for hook in hooks:
             hook.remove()
-        speculation = optimizer._core.store.local.speculation
+        speculation = optimizer._core.store.tiles.speculation
         result.events = tuple(in_order(recorder.close()))
         result._spares = 0 if speculation is None else speculation.spares
 

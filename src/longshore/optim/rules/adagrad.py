@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar
 from longshore.optim.family import RuleFamily, flag, not_negative
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
@@ -112,6 +112,6 @@ class Adagrad(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
@@ -148,7 +148,7 @@ class AdamW(RuleOptimizer):
         fused: bool | None = None,
         bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__({**locals(), "decoupled_weight_decay": True})
 
@@ -190,6 +190,6 @@ class Adam(RuleOptimizer):
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())

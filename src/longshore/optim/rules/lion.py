@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import RuleFamily, betas, flag, not_negative
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
@@ -90,6 +90,6 @@ class Lion(RuleOptimizer):
         *,
         maximize: bool = False,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())

@@ -24,7 +24,7 @@ from longshore.kernels import MatrixRule, Rule, newton_schulz, newton_schulz_byt
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.layout.tiles import DimRange, MatrixLayout
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 from longshore.optim.rules.adam import AdamFamily, AdamW
 
@@ -366,7 +366,7 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
-from longshore.optim.offload import StoreFactory
+from longshore.optim.offload import Offload
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
@@ -140,6 +140,6 @@ class SGD(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         release_gradients: bool = False,
-        offload: StoreFactory | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(locals())

@@ -1,0 +1,231 @@
+"""Store of an optimizer: its state, and the gradients of the accumulation window, by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from longshore.kernels import Scale
+from longshore.layout.divisions import Whole
+from longshore.layout.layout import Layout
+from longshore.layout.tiles import Range, Spec
+from longshore.tiles import Breakage, Forecast, ParameterStep, Recorder, Tiles
+
+
+class Store:
+    """Optimizer state and gradients by parameter. This process has all of it; a subclass shares it with other ranks.
+
+    Parameters are known by index, as flat tensors. A parameter's elements are in ranges, which are tiled; here each
+    parameter has one, whose key is the parameter's index.
+
+    Attributes:
+        alone: whether this process has all of the state.
+        tiles: tiles of the ranges that this process steps, by their keys.
+    """
+
+    alone: ClassVar[bool] = True
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles = tiles
+        self._layout = Layout(Whole(), 1)
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of all parameters, over ranks if there are several."""
+        return self._layout
+
+    @property
+    def broken(self) -> Breakage | None:
+        """Why a commit, or the loading of a checkpoint, ended half way; nothing is stepped until a whole state is
+        loaded."""
+        return self.tiles.broken
+
+    @broken.setter
+    def broken(self, broken: Breakage | None) -> None:
+        self.tiles.broken = broken
+
+    def add_parameters(self, specs: Iterable[Spec]) -> None:
+        """Lay out parameters, in forward's order if it is known: gradients come in reverse order."""
+        added = list(specs)
+        self._layout = self._layout.extended(added)
+        self.tiles.add(added)
+
+    def remove(self, parameters: Collection[int]) -> None:
+        """Forget parameters, with their state and gradients."""
+        self.tiles.remove(parameters)
+        self._layout = self._layout.without(parameters)
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self.layout.specs
+
+    @property
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Recorders that receive the events of the tiles."""
+        return self.tiles.recorders
+
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
+        """Report the events of each tile to these recorders, and to no others, from now on."""
+        self.tiles.set_recorders(recorders)
+
+    # -- the accumulation window ----------------------------------------------
+
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """Begin a backward, the ``last`` of its window as far as known; without ``reduce``, gradients stay on ranks."""
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """End the backward that began; ``failure`` is the error that it raised, if any."""
+        if failure is not None:
+            self.fail(failure)
+
+    def fail(self, failure: BaseException) -> None:
+        """Mark the window as failed; the first failure counts, and every rank is told of it in the step."""
+        self.tiles.fail(failure)
+
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the caller may drop it.
+
+        With ``by_hook=False``, for a gradient that no hook saw, a store may return it; :meth:`commit` then gets it.
+        """
+        if not by_hook:
+            return gradient
+        self.tiles.arrive(parameter, gradient)
+        return None
+
+    def arrivals(self, parameter: int) -> int:
+        """Return how many gradients of ``parameter`` this process brought into the window."""
+        return self.tiles.arrivals(parameter)
+
+    def reduced(self, parameter: int) -> int | None:
+        """Return how many gradients of ``parameter``, reduced over ranks, are here; None if it is not stepped here."""
+        return self.tiles.reduced(parameter)
+
+    def discard(self, parameter: int | None = None) -> None:
+        """Drop the gradients of the window, or of one parameter; no state changes."""
+        self.tiles.discard(parameter)
+
+    def foresee(self, forecast: Forecast) -> None:
+        """Set the forecast of the next commit, for tiles that are stepped ahead of it."""
+        self.tiles.foresee(forecast)
+
+    def expect_backwards(self, backwards: int) -> None:
+        """Set the number of backwards of the current window; without this, it is expected to be that of the last."""
+        self.tiles.expect_backwards(backwards)
+
+    # -- the step -------------------------------------------------------------
+
+    def agree(
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
+    ) -> Mapping[int, Tensor | None]:
+        """Return the window's gradients, for the same parameters on all ranks, from those that this process ``found``.
+
+        If one rank passes the ``failure`` that it had while finding them, all ranks raise. ``reading``: no step
+        follows, so that parameters may be whole meanwhile.
+        """
+        self.tiles.check_complete()
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback has this frame: a cycle, with the store in it
+        return found
+
+    def preparing(self, same: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+        """Return a context for work between :meth:`agree` and :meth:`commit`: if it raises on one rank, none commits.
+
+        Raises RankError if tensors in ``same`` (by name; empty unless debugging) have other bits on another rank.
+        """
+        return nullcontext()
+
+    def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
+        """Return the sum of squares of all (scaled) gradients in float64.
+
+        ``gradients`` has flat tensors on the device, or None where the window has the gradient.
+        """
+        return self.tiles.sum_of_squares(gradients, scale)
+
+    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
+        """Step every parameter in ``steps``, publish it, and end the window.
+
+        On return, the current stream sees the new parameters. The commit calls ``then``, the caller's bookkeeping.
+
+        Raises:
+            GradientError: the window is incomplete; nothing was stepped.
+            BrokenStateError: this or an earlier commit failed half way.
+        """
+        self.tiles.commit(steps, scale, then)
+
+    # -- state ----------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise BrokenStateError if the state is broken."""
+        self.tiles.check_usable()
+
+    def meet(self, loading: bool) -> None:
+        """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
+        return
+
+    def begin_load(self) -> None:
+        """Discard the window and reset ``broken``, because whole states are about to be written."""
+        self.tiles.begin_load()
+
+    def _before_writing(self) -> None:
+        """Prepare to write state; called before any of it is written."""
+        return
+
+    def owned(self, parameter: int) -> Sequence[Range]:
+        """Return the ranges of a parameter whose state this process keeps."""
+        return self.layout.owned(parameter)
+
+    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
+        """Set the master to ``values`` (flat, on the device).
+
+        With ``keep_matching``, elements whose rounded master equals the value keep all float32 digits of their master.
+        """
+        self._before_writing()
+        for each in self.owned(parameter):
+            self.tiles.adopt(each.key, values[each.held], keep_matching=keep_matching)
+
+    def count_differing(self, parameter: int, values: Tensor) -> int:
+        """Return how many elements of ``values`` differ from the rounded master; bits are compared."""
+        return sum(self.tiles.count_differing(each.key, values[each.held]) for each in self.owned(parameter))
+
+    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
+        """Return whether any bit of one array of the parameter, of the part in this process, is not that of ``values``
+        (float32, flat, on the CPU)."""
+        values = self.layout.division.part(parameter, values)
+        return any(self.tiles.differs(each.key, which, values[each.elements]) for each in self.owned(parameter))
+
+    def read_state(self, parameter: int, which: str) -> Tensor:
+        """Return a copy of one whole array of the parameter, by name: float32, flat, on the host. All ranks have to
+        call this.
+
+        :data:`GRADIENT` is read after :meth:`agree`; it has no elements if the window brought no gradient.
+        """
+        parts = [self.tiles.read_state(each.key, which) for each in self.owned(parameter)]
+        return parts[0] if parts else torch.empty(0, dtype=torch.float32)
+
+    def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
+        return held
+
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        """Set one array of the parameter, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
+        self._before_writing()
+        values = self.layout.division.part(parameter, values)
+        for each in self.owned(parameter):
+            self.tiles.write_state(each.key, which, values[each.elements])
+
+    def clear_state(self, parameter: int) -> None:
+        """Zero all arrays of the parameter."""
+        self._before_writing()
+        for each in self.owned(parameter):
+            self.tiles.clear_state(each.key)
+
+    def close(self) -> None:
+        """Wait for work under way, and end threads and streams."""
+        self.tiles.close()
