@@ -24,7 +24,7 @@ LIMITS = ROOT / "scripts" / "shape.json"
 
 OUTER = ("compat", "integrations", "plan", "report", "tracing", "cli")
 """Doors, which have others' words for our calls, and tools, which read and never step."""
-WITHOUT_OTHERS = ("optim", "store", "tiles", "sharding", "kernels", "transfer", "streaming", "layout")
+WITHOUT_OTHERS = ("optim", "store", "tiles", "ranks", "stage3", "kernels", "transfer", "streaming", "layout")
 POLICIES = (
     *("Store", "ShardedStore", "Offload", "ShardedOffload", "TiledOptimizer", "MatrixRule", "MuonConfig"),
     *("KeptGradients", "ReleasedGradients", "HostKernels", "EncodedBuffer"),

@@ -251,10 +251,10 @@ SECTIONS = (
             "engine/launch.py",
             "engine/ranks.py",
             "machine/",
-            "sharding/agreement.py",
-            "sharding/collective_thread.py",
-            "sharding/meeting.py",
-            "sharding/rounds.py",
+            "store/agreement.py",
+            "ranks/collective_thread.py",
+            "ranks/meeting.py",
+            "store/rounds.py",
             "checkpoint/rank_group.py",
         ),
         "Mend what it names, and start the ranks again.",
@@ -262,7 +262,7 @@ SECTIONS = (
     Section(
         "Stage 3, FSDP2 and tensor parallelism",
         "[The guide](fully_sharded.md#limits) says what is taken and what is not.",
-        ("sharding/",),
+        ("stage3/", "store/", "ranks/", "engine/sharded_offload.py"),
         "Shard the model as [the guide](fully_sharded.md) shows, or use stage 2.",
     ),
     Section(

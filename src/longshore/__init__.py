@@ -91,7 +91,7 @@ if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
             if (error := FEATURES["longshore"].refusal()) is not None:
                 raise ImportError(str(error))
         if _HOME_OF[name] == "longshore.optim":
-            importlib.import_module("longshore.sharding.presence")  # which learns of optimizers that are made
+            importlib.import_module("longshore.ranks.presence")  # which learns of optimizers that are made
         return _find(name)
 
 

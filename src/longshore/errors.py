@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class LongshoreError(RuntimeError):
     """Base of everything that longshore raises about its own state."""
@@ -53,3 +55,8 @@ class NoCheckpointError(CheckpointError):
             f"{folder} has no checkpoint, and nothing was loaded: check the path; a script that begins or continues "
             "catches longshore.NoCheckpointError at its first start"
         )
+
+
+def debugging() -> bool:
+    """Return whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")

@@ -176,23 +176,22 @@ if TYPE_CHECKING:
     from longshore.optim.shards import present as present
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.wrapped_names import counterparts as counterparts
-    from longshore.sharding import sharded_store as sharded_store
-    from longshore.sharding.fsdp import FullyShardedModel as FullyShardedModel
-    from longshore.sharding.fsdp import sharded_of as sharded_of
-    from longshore.sharding.matrices import batched as batched
-    from longshore.sharding.matrices import owners_of as owners_of
-    from longshore.sharding.ownership import DEVICE_GATHER_NUMEL as DEVICE_GATHER_NUMEL
-    from longshore.sharding.ownership import GATHER_NUMEL as GATHER_NUMEL
-    from longshore.sharding.ownership import slices as slices
-    from longshore.sharding.presence import presence as presence
-    from longshore.sharding.presence import words as words
-    from longshore.sharding.reduction import DEVICE_SLICE_NUMEL as DEVICE_SLICE_NUMEL
-    from longshore.sharding.reduction import SLICE_NUMEL as SLICE_NUMEL
-    from longshore.sharding.reduction import ReductionSettings as ReductionSettings
-    from longshore.sharding.reduction import add_up as add_up
-    from longshore.sharding.twin_groups import twin_of as twin_of
-    from longshore.sharding.waiting import finish as finish
-    from longshore.sharding.waiting import gather_objects as gather_objects
+    from longshore.ranks.presence import presence as presence
+    from longshore.ranks.presence import words as words
+    from longshore.ranks.twin_groups import twin_of as twin_of
+    from longshore.ranks.waiting import finish as finish
+    from longshore.ranks.waiting import gather_objects as gather_objects
+    from longshore.stage3.fsdp import FullyShardedModel as FullyShardedModel
+    from longshore.stage3.fsdp import sharded_of as sharded_of
+    from longshore.store.exchange import batched as batched
+    from longshore.store.exchange import owners_of as owners_of
+    from longshore.store.ownership import DEVICE_GATHER_NUMEL as DEVICE_GATHER_NUMEL
+    from longshore.store.ownership import GATHER_NUMEL as GATHER_NUMEL
+    from longshore.store.ownership import slices as slices
+    from longshore.store.reduction import DEVICE_SLICE_NUMEL as DEVICE_SLICE_NUMEL
+    from longshore.store.reduction import SLICE_NUMEL as SLICE_NUMEL
+    from longshore.store.reduction import ReductionSettings as ReductionSettings
+    from longshore.store.reduction import add_up as add_up
     from longshore.streaming import streams_of as streams_of
     from longshore.streaming.checks import module_that_cannot as module_that_cannot
     from longshore.tiles import MASTER as MASTER
@@ -295,14 +294,13 @@ HOMES = {
     "longshore.optim.shards": "held_part is_sharded present",
     "longshore.optim.tiled_optimizer": "TiledOptimizer",
     "longshore.optim.wrapped_names": "counterparts",
-    "longshore.sharding": "sharded_store",
-    "longshore.sharding.fsdp": "FullyShardedModel sharded_of",
-    "longshore.sharding.matrices": "batched owners_of",
-    "longshore.sharding.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
-    "longshore.sharding.presence": "presence words",
-    "longshore.sharding.reduction": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
-    "longshore.sharding.twin_groups": "twin_of",
-    "longshore.sharding.waiting": "finish gather_objects",
+    "longshore.stage3.fsdp": "FullyShardedModel sharded_of",
+    "longshore.store.exchange": "batched owners_of",
+    "longshore.store.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
+    "longshore.ranks.presence": "presence words",
+    "longshore.store.reduction": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
+    "longshore.ranks.twin_groups": "twin_of",
+    "longshore.ranks.waiting": "finish gather_objects",
     "longshore.streaming": "streams_of",
     "longshore.streaming.checks": "module_that_cannot",
     "longshore.tiles": "MASTER Ranges Recorder events",

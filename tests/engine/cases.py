@@ -16,7 +16,6 @@ from engine.scenarios import MUON, SCENARIOS, Oracle, Scenario, drive, groups_of
 from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
-from longshore.sharding import sharded_store
 from longshore.tiles import Forecast
 from longshore.tiles.bets import Predictor
 
@@ -315,8 +314,7 @@ def weights_of_two_streams(stage: int, late: int) -> list[list[torch.Tensor]]:
 def device_of_collectives(stage: int) -> int:
     """The current device of the thread that calls them."""
     engine = engine_of(Scenario(), stage, "device", "small", torch.float32, "off")
-    sharded = sharded_store(engine.optimizer)
-    assert sharded is not None
-    found = sharded.collectives.run(torch.accelerator.current_device_index)
+    store: Any = engine.optimizer._core.store
+    found = store.collectives.run(torch.accelerator.current_device_index)
     engine.destroy()
     return found

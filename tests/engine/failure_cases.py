@@ -446,7 +446,7 @@ def killed_in_a_collective_of_the_device(stage: int, gathers: bool, told: str) -
     does: the collective of rank 0 is under way then. Rank 0 writes what it is told, and how soon, to a file."""
     import torch.distributed as dist
 
-    from longshore.sharding import presence
+    from longshore.ranks import presence
 
     presence._SILENT_S = 3.0  # no connection breaks on a device
     rank = dist.get_rank()

@@ -161,7 +161,7 @@ def no_memory_on_one_rank(stage: int) -> tuple[list[str], list[list[str]]]:
     that differ after each from those of a loop that leaves the second one out."""
     plain_model = build()
     plain, engine = plain_of(plain_model), started(stage, torch.float32)
-    failing = mock.patch("longshore.sharding.store.reserve", side_effect=torch.OutOfMemoryError("no memory"))
+    failing = mock.patch("longshore.store.sharded.reserve", side_effect=torch.OutOfMemoryError("no memory"))
     errors, found = [], []
     for step in range(4):
         gradients = mean_gradients(plain_model, step)

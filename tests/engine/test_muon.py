@@ -12,8 +12,8 @@ from ranks import Ranks
 from engine import muon_cases as cases
 from longshore.layout.tiles import DimRange, MatrixLayout, Spec
 from longshore.optim.rules.muon import MuonRule, matrix_layout
-from longshore.sharding.matrices import batched, owners_of
-from longshore.sharding.store import ShardedStore
+from longshore.store.exchange import batched, owners_of
+from longshore.store.sharded import ShardedStore
 from longshore.tiles import Matrix
 
 pytestmark = pytest.mark.needs_torch("torch.optim.Muon")

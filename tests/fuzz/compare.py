@@ -204,7 +204,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def shard_of(p: Tensor) -> Any:
     """The shard of a parameter at stage 3, which a model does not have between a forward and its backward."""
-    fsdp = sys.modules.get("longshore.sharding.fsdp")
+    fsdp = sys.modules.get("longshore.stage3.fsdp")
     found = None if fsdp is None else fsdp._find(p)
     return p if found is None else found[1].sharded_param
 

@@ -388,8 +388,8 @@ MUTANTS = [
     ),
     Mutant(
         "a step that was refused is told to nobody",
-        "Engine.step",
-        "sharded.window.refused = True",
+        "ShardedStore.refused",
+        "self.window.refused = True",
         "pass",
         ("tests/engine/test_one_sided.py",),
     ),

@@ -15,8 +15,9 @@ from torch import nn
 
 import longshore
 from longshore.engine.client import from_client
+from longshore.engine.sharded_offload import ShardedOffload
 from longshore.errors import LongshoreError
-from longshore.sharding import ReductionSettings, ShardedOffload
+from longshore.store.reduction import ReductionSettings
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import GradientError
-from longshore.sharding import shared_memory as module
-from longshore.sharding import waiting as module_of_waits
-from longshore.sharding.agreement import WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.twin_groups import twins_of
+from longshore.ranks import shared_memory as module
+from longshore.ranks import waiting as module_of_waits
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.twin_groups import twins_of
+from longshore.store.agreement import WindowStatus
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ def sharing(where: str) -> Iterator[None]:
 
 def interrupted() -> list[str]:
     """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
-    from longshore.sharding.fsdp import CopiesOfShards
-    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+    from longshore.stage3.fsdp import CopiesOfShards
+    from longshore.stage3.fully_sharded import GatherMeetings, ModuleGather
 
     rank, said = dist.get_rank(), []
     gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
@@ -79,8 +79,8 @@ def interrupted() -> list[str]:
 
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
-    from longshore.sharding.fsdp import CopiesOfShards
-    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+    from longshore.stage3.fsdp import CopiesOfShards
+    from longshore.stage3.fully_sharded import GatherMeetings, ModuleGather
 
     rank = dist.get_rank()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
@@ -116,8 +116,8 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
-    from longshore.sharding.fsdp import CopiesOfShards
-    from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
+    from longshore.stage3.fsdp import CopiesOfShards
+    from longshore.stage3.fully_sharded import GatherMeetings, ModuleGather
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from engine import cases
 from engine.resting_cases import Run
 
-from longshore.sharding import twin_groups
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.twin_groups import Twins, _again, _Kind, twins_of
+from longshore.ranks import twin_groups
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.twin_groups import Twins, _again, _Kind, twins_of
 
 
 def kind(*ranks: int, name: str = "some device") -> _Kind:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import RankFailure, Ranks
 
-from longshore.sharding.twin_groups import timeout_of
+from longshore.ranks.twin_groups import timeout_of
 from sharding import collective_cases
 
 

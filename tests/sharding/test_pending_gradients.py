@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.sharding.rounds import PendingGradients
+from longshore.store.rounds import PendingGradients
 
 
 @pytest.mark.parametrize("lent_after", [1, 2, 3])

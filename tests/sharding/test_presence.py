@@ -15,8 +15,8 @@ from forks import in_child
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from longshore.errors import RankError
-from longshore.sharding import presence as module
-from longshore.sharding.presence import LAUNCHER, Presence, words
+from longshore.ranks import presence as module
+from longshore.ranks.presence import LAUNCHER, Presence, words
 
 ALL = [0, 1, 2]
 

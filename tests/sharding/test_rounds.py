@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longshore.layout.divisions import Bucket, Shards
 from longshore.layout.tiles import Spec
-from longshore.sharding.rounds import PendingGradients, Round
+from longshore.store.rounds import PendingGradients, Round
 
 
 class Recorder:

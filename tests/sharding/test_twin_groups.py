@@ -10,8 +10,8 @@ import torch
 from ranks import Ranks
 
 from longshore.errors import LongshoreError
-from longshore.sharding import twin_groups
-from longshore.sharding.twin_groups import refuse_ordered_launches, twins_of
+from longshore.ranks import twin_groups
+from longshore.ranks.twin_groups import refuse_ordered_launches, twins_of
 from sharding import group_cases
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from longshore.sharding.unfinished import wait_for
+from longshore.ranks.unfinished import wait_for
 from longshore.transfer.runner import Worker
 
 _BEGIN = """
 import os, sys, time, torch
 import torch.distributed as dist
-from longshore.sharding.agreement import Action
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.twin_groups import twins_of
+from longshore.ranks.meeting import Action
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.twin_groups import twins_of
 
 CPU = torch.device("cpu")
 rank, delay_s = int(sys.argv[1]), float(sys.argv[3])
@@ -160,7 +160,7 @@ class Slow(Endless):
 def test_a_thread_goes_on_at_the_end_of_a_process_only_if_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coming back from native code while Python shuts down, it would end the process with SIGABRT."""
     ending = threading.Event()
-    monkeypatch.setattr("longshore.sharding.unfinished.exiting", ending)
+    monkeypatch.setattr("longshore.ranks.unfinished.exiting", ending)
     work, runner = Slow(), Worker(1 << 20, lambda: None, "longshore-test", patience_s=1.0)
     runner.submit(lambda: wait_for(work), 0)
     ending.set()

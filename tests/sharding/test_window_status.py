@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from longshore.sharding.agreement import WindowStatus
+from longshore.store.agreement import WindowStatus
 
 
 def test_a_window_that_another_rank_gave_up_is_counted_once() -> None:

@@ -19,8 +19,8 @@ from longshore.checkpoint import one_line
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.cli.group import RunGroup
 from longshore.engine.ranks import join
-from longshore.sharding import presence
-from longshore.sharding.data_plane import DataPlane
+from longshore.ranks import presence
+from longshore.ranks.data_plane import DataPlane
 from sharding.gathering_cases import sharing
 
 

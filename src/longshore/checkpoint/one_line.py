@@ -25,7 +25,7 @@ from longshore.errors import CheckpointError, NoCheckpointError, RankError
 from longshore.optim.other_name import stands_for
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding.twin_groups import twin_of
+from longshore.ranks.twin_groups import twin_of
 
 _RUNS: dict[Path, str] = {}
 """Name of the run that saves in each folder. Loading from a folder continues that folder's run."""

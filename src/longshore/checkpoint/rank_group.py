@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longshore.errors import BrokenStateError, CheckpointError, RankError
-from longshore.sharding.waiting import gather_from_all, gather_objects
+from longshore.ranks.waiting import gather_from_all, gather_objects
 
 T = TypeVar("T")
 

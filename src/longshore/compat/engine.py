@@ -32,7 +32,6 @@ from longshore.seam import (
     is_sharded,
     make,
     make_loader,
-    sharded_store,
     with_port,
 )
 from longshore.seam import Engine as CoreEngine
@@ -212,8 +211,7 @@ class Engine(CoreEngine):
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again. At other stages
         nothing is gathered."""
-        if (sharded := sharded_store(self.optimizer)) is not None:
-            sharded.ownership.before_publishing()
+        self._store.free_gathered()
 
     @Answer
     def is_compiled(self) -> bool:

@@ -19,7 +19,6 @@ from longshore.optim.released import is_released
 from longshore.optim.released_gradients import released_gradient
 from longshore.optim.shards import flat, held_part, is_sharded, like, present
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import sharded_store
 from longshore.tiles import GRADIENT, MASTER
 
 _OPTIMIZERS: list[weakref.ref[TiledOptimizer]] = []
@@ -53,8 +52,8 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         ParameterError: the parameter is whole now, inside :func:`longshore.gather`.
     """
     optimizer, record = _found(param, value)
-    store, sharded = optimizer._core.store, sharded_store(optimizer)
-    if sharded is not None and sharded.ownership.is_whole(record.index):
+    store = optimizer._core.store
+    if store.is_whole(record.index):
         raise ParameterError(
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
             "write to it like to any tensor, with modifier_rank, or call this outside of the block"

@@ -29,8 +29,7 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
 from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import sharded_store
-from longshore.sharding.twin_groups import twin_of
+from longshore.ranks.twin_groups import twin_of
 from longshore.store import Store
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
@@ -183,11 +182,11 @@ class Checkpoints:
         )
 
     def _state(self, run: str) -> dict[str, Any]:
-        engine, sharded = self._engine, sharded_store(self._engine.optimizer)
+        engine = self._engine
         return {
             "run": run,
             **{name: getattr(engine, name) for name in _COUNTERS},
-            "several": int(sharded is not None and sharded.window.several),
+            "several": int(engine._store.several),
             "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
@@ -307,8 +306,7 @@ class Checkpoints:
         engine = self._engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])
-        if (sharded := sharded_store(engine.optimizer)) is not None:
-            sharded.window.several = state.get("several", 0) > 0
+        engine._store.several = state.get("several", 0) > 0
         self._runs[whole.path.parent] = state["run"]
         engine.loss_scaling.load_state_dict(state["loss_scale"])
         engine.loss_scaling.hand_to(engine.optimizer)

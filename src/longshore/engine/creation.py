@@ -17,7 +17,7 @@ from longshore.accelerator import accelerator_type
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
 from longshore.optim.shards import checksum
-from longshore.sharding.waiting import finish, gather_from_all
+from longshore.ranks.waiting import finish, gather_from_all
 
 
 class Unplaced:

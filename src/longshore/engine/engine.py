@@ -24,10 +24,9 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.references import MethodOf, weakly
 from longshore.engine.window import BatchSizes, Window, check_loss
 from longshore.errors import GradientError, LongshoreError, ParameterError
-from longshore.optim.interrupts import deferred_interrupts
+from longshore.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import sharded_store
 from longshore.store import Store
 from longshore.streaming import Stream
 
@@ -103,8 +102,7 @@ class Engine(EngineAttributes):
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
-                if (sharded := sharded_store(self.optimizer)) is not None:
-                    sharded.ownership.interrupted(torch.is_grad_enabled())
+                self._store.interrupted(torch.is_grad_enabled())
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -181,15 +179,13 @@ class Engine(EngineAttributes):
         self._check_alive()
         self._applied = False
         window = self._window
-        sharded = sharded_store(self.optimizer)
         try:
             self._check_kept()
             raw = window.has_raw(self.optimizer._core.gradients_arrived)
-            others = sharded.ownership.ranks_with_raw(raw) if sharded is not None and window.alone else ()
+            others = self._store.ranks_with_raw(raw) if window.alone else ()
             due = window.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
-            if sharded is not None:
-                sharded.window.refused = True
+            self._store.refused()
             raise
         if not due:
             window.not_due()
@@ -251,8 +247,7 @@ class Engine(EngineAttributes):
 
     def _check_kept(self) -> None:
         """Raise LongshoreError for what a script did to objects that it kept, where training would not see it."""
-        if (sharded := sharded_store(self.optimizer)) is not None:
-            sharded.ownership.check_handles()
+        self._store.check_handles()
 
     def _check_step(self) -> None:
         """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check, or if the

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from longshore.engine.creation import FirstBlock, send, unplaced
 from longshore.errors import ParameterError, RankError
 from longshore.optim.shards import is_sharded
-from longshore.sharding.waiting import gather_from_all
+from longshore.ranks.waiting import gather_from_all
 
 if TYPE_CHECKING:
-    from longshore.sharding.gather_block import GatherBlock
+    from longshore.stage3.gather_block import GatherBlock
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def gather(params: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | N
         block, handles = None, dict[int, Tensor]()
         if sharded:
             # Imported here: it imports torch's FSDP2, which takes a while.
-            from longshore.sharding.gather_block import GatherBlock
+            from longshore.stage3.gather_block import GatherBlock
 
             block = GatherBlock(sharded, modifier_rank is not None)
             left.callback(block.leave)
@@ -107,7 +107,7 @@ def _first_block(wanted: Sequence[Tensor], modifier_rank: int | None) -> FirstBl
 
 def comes_in_shards(parameter: Tensor) -> bool:
     """Return whether a tensor is a parameter that is sharded outside of :func:`gather`, whatever it is now."""
-    fsdp = sys.modules.get("longshore.sharding.fsdp")  # if it was never imported, nothing of longshore is sharded
+    fsdp = sys.modules.get("longshore.stage3.fsdp")  # if it was never imported, nothing of longshore is sharded
     return is_sharded(parameter) or (fsdp is not None and fsdp.is_member(parameter))
 
 

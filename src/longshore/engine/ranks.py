@@ -16,8 +16,8 @@ from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.rendezvous import Start, forget_stores, store_at
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
-from longshore.sharding.presence import presence
-from longshore.sharding.waiting import gather_from_all
+from longshore.ranks.presence import presence
+from longshore.ranks.waiting import gather_from_all
 
 T = TypeVar("T")
 

@@ -37,19 +37,20 @@ from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.schedules import adopt_schedule, make_schedule
+from longshore.engine.sharded_offload import ShardedOffload
 from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
 from longshore.optim import Offload
 from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import ReductionSettings, ShardedOffload
+from longshore.store.reduction import ReductionSettings
 from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
 from longshore.transfer import DeviceStreams
 from longshore.units import WrapPolicy
 
 if TYPE_CHECKING:
-    from longshore.sharding.fsdp import FullyShardedModel
+    from longshore.stage3.fsdp import FullyShardedModel
 
 
 E = TypeVar("E", bound=Engine)

@@ -19,11 +19,11 @@ from longshore.engine.creation import note_placed, on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import several
 from longshore.optim.shards import flat, held_part, is_sharded, like
-from longshore.sharding.waiting import finish
+from longshore.ranks.waiting import finish
 from longshore.transfer import allocate_pinned
 
 if TYPE_CHECKING:
-    from longshore.sharding.fsdp import FullyShardedModel
+    from longshore.stage3.fsdp import FullyShardedModel
 
 
 class Weights:

@@ -165,7 +165,7 @@ class Division(ABC):
         return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
 
 
-class Whole(Division):
+class Undivided(Division):
     """One process steps everything: each parameter has a bucket and a range, whose key is the parameter's index."""
 
     def __init__(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.errors import ParameterError
+from longshore.errors import ParameterError, debugging
 from longshore.kernels import checksums_on
 from longshore.optim.parameters import Identity, ParameterRecord, check_no_shared_memory, check_parameter
 from longshore.store import Store
-from longshore.tiles import ParameterStep, debugging
+from longshore.tiles import ParameterStep
 
 
 class Adoption:

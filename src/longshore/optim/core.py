@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longshore.errors import LongshoreError, debugging
+from longshore.interrupts import deferred_interrupts
 from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
-from longshore.optim.interrupts import deferred_interrupts
-from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, members_of, take_up
 from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
@@ -31,7 +31,18 @@ from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
 from longshore.store import Store
-from longshore.tiles import Breakage, Forecast, ParameterStep, Ranges, Recorder, annotating, debugging
+from longshore.tiles import Breakage, Forecast, ParameterStep, Ranges, Recorder, annotating
+
+
+class Entry(NamedTuple):
+    """Counts of one parameter's gradients in a window."""
+
+    arrived: int
+    """Gradients that backward produced on this rank."""
+    reduced: int | None
+    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
+    applied: int
+    """Steps made with these gradients."""
 
 
 class OptimizerCore:
@@ -410,3 +421,25 @@ class _OptimizerForecast(Forecast):
     def rules(self) -> Mapping[int, HostRule]:
         core = self._core()
         return {} if core is None else {record.index: rule for record, rule, _ in core.planned(core.parameters)}
+
+
+def balance(
+    records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: Store
+) -> dict[int, Entry]:
+    """Return the entry of each parameter for a window that is about to be stepped. Raises LongshoreError, before
+    anything is stepped, if a gradient was produced and would not be applied."""
+    entries = {}
+    for record in records:
+        index = record.index
+        arrived = produced.get(index, 0)
+        reduced = store.reduced(index) if index in store else 0
+        applied = int(index in stepped)
+        missing = not applied or (reduced == 0 and record.parameter.numel() > 0)
+        if arrived > 0 and missing:
+            raise LongshoreError(
+                f"parameter {record.name}: {arrived} gradients arrived in this window, {reduced} reached the step, and "
+                f"{applied} steps would be made. Nothing was stepped. This is a bug in longshore: please report it; "
+                "zero_grad() discards the window"
+            )
+        entries[index] = Entry(arrived, reduced, applied)
+    return entries

@@ -55,7 +55,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def held_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the same memory: its shard of a ``DTensor``, or the tensor."""
-    # A DTensor that is whole for a while (see sharding/whole.py) is of another type, and keeps its shard.
+    # A DTensor that is whole for a while (see stage3/whole.py) is of another type, and keeps its shard.
     return getattr(tensor, "_local_tensor", tensor)
 
 

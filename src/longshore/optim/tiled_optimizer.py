@@ -22,10 +22,8 @@ from longshore.optim.other_words import check_not_replaced
 from longshore.optim.parameters import group_members, names_of
 from longshore.optim.shards import present
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
+from longshore.ranks import on_made
 from longshore.tiles import SpeculationRecord
-
-on_made: list[Callable[[], object]] = []
-"""What is called after an optimizer was made, by rooms that are not known here."""
 
 
 def _remove_hooks(reference: weakref.ref[OptimizerCore]) -> None:

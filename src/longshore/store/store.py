@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import Scale
-from longshore.layout.divisions import Whole
+from longshore.layout.divisions import Undivided
 from longshore.layout.layout import Layout
 from longshore.layout.tiles import Range, Spec
 from longshore.tiles import Breakage, Forecast, ParameterStep, Recorder, Tiles
@@ -25,13 +25,15 @@ class Store:
     Attributes:
         alone: whether this process has all of the state.
         tiles: tiles of the ranges that this process steps, by their keys.
+        several: whether a stepped window had several gradients of one parameter, if ranks share the state.
     """
 
     alone: ClassVar[bool] = True
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
-        self._layout = Layout(Whole(), 1)
+        self.several = False
+        self._layout = Layout(Undivided(), 1)
 
     @property
     def layout(self) -> Layout:
@@ -96,6 +98,10 @@ class Store:
         self.tiles.arrive(parameter, gradient)
         return None
 
+    def interrupted(self, trains: bool) -> None:
+        """Note that a forward raised, after which the window may still go on. ``trains``: not for evaluation."""
+        return
+
     def arrivals(self, parameter: int) -> int:
         """Return how many gradients of ``parameter`` this process brought into the window."""
         return self.tiles.arrivals(parameter)
@@ -117,6 +123,20 @@ class Store:
         self.tiles.expect_backwards(backwards)
 
     # -- the step -------------------------------------------------------------
+
+    def ranks_with_raw(self, raw: bool) -> Sequence[int]:
+        """Return the ranks that come with ``raw`` True to a ``step()`` that no ``engine.backward()`` came before; none
+        if this process is alone."""
+        return ()
+
+    def refused(self) -> None:
+        """Note that this rank raised an error before it met the others for a step. If it discards the window, they are
+        told; it may also mend the cause, and step."""
+        return
+
+    def check_handles(self) -> None:
+        """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
+        return
 
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
@@ -167,6 +187,14 @@ class Store:
 
     def meet(self, loading: bool) -> None:
         """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
+        return
+
+    def is_whole(self, parameter: int) -> bool:
+        """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
+        return False
+
+    def free_gathered(self) -> None:
+        """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again."""
         return
 
     def begin_load(self) -> None:

@@ -2,7 +2,7 @@
 
 from longshore.tiles.arrivals import Accumulate
 from longshore.tiles.bets import SpeculationMemory, SpeculationRecord, memory_for_speculation
-from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
+from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
@@ -36,6 +36,5 @@ __all__ = [
     "Tiles",
     "annotating",
     "broken_state_error",
-    "debugging",
     "memory_for_speculation",
 ]

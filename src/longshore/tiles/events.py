@@ -244,8 +244,3 @@ def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
         yield Move.FILL, place
     for place in range(max(0, count - depth), count):
         yield Move.FINISH, place
-
-
-def debugging() -> bool:
-    """Return whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
-    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longshore.errors import RankError
-from longshore.optim.tiled_optimizer import on_made
+from longshore.ranks import on_made
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from longshore.layout.divisions import Bucket
 from longshore.layout.tiles import Range
-from longshore.sharding.agreement import as_flags, as_words
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.ownership import SliceEntry, slice_entries, slices
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.store.agreement import as_flags, as_words
+from longshore.store.ownership import SliceEntry, slice_entries, slices
 
 SLICE_NUMEL = 1 << 22
 """Elements of a slice over all ranks, on the CPU."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.waiting import all_gather_single
+from longshore.ranks.shared_memory import SharedBlock, SharedMemory
+from longshore.ranks.waiting import all_gather_single
 
 
 @dataclass(eq=False)

@@ -13,14 +13,15 @@ from longshore.layout.divisions import division_of
 from longshore.layout.formats import Coding
 from longshore.layout.layout import Layout
 from longshore.optim.offload import Offload
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.ownership import Ownership, ReplicatedOwnership
-from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.store import ShardedStore
-from longshore.sharding.twin_groups import twins_of
+from longshore.optim.shards import flat, held_part
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.twin_groups import twins_of
+from longshore.store.ownership import Ownership, ReplicatedOwnership
+from longshore.store.reduction import ReductionSettings
+from longshore.store.sharded import ShardedStore
 
 if TYPE_CHECKING:
-    from longshore.sharding.fsdp import FullyShardedModel
+    from longshore.stage3.fsdp import FullyShardedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,16 @@ class ShardedOffload(Offload):
         # If gradients are reduced in step(), there is no backward during which to step ahead.
         in_backward = reduction.each_backward or reduction.early
         offload = self if in_backward else replace(self, speculation_memory=0)
+
+        def values_of(key: int) -> Tensor:
+            owned = ownership.layout.ranges[key]
+            return flat(held_part(parameters[owned.parameter]))[owned.held]
+
         # Reduced gradients are float32, whatever their dtype was.
-        tiles = offload.make_tiles(device, True, lambda key: ownership.values(key, parameters), torch.float32)
+        tiles = offload.make_tiles(device, True, values_of, torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
-            from longshore.sharding.fully_sharded import FullySharded
+            from longshore.stage3.fully_sharded import FullySharded
 
             ownership = FullySharded(collectives, self.sharded, parameters, reduction.bucket_numel)
         else:

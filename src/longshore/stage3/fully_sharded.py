@@ -26,12 +26,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from longshore.errors import GradientError, LongshoreError
 from longshore.layout.divisions import Bucket, Grid
 from longshore.layout.layout import Layout
-from longshore.sharding.agreement import Action, WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.fsdp import CopiesOfShards, FullyShardedModel
-from longshore.sharding.ownership import Ownership
-from longshore.sharding.shared_memory import SharedBlock, SharedMemory
-from longshore.sharding.twin_groups import Twins, twin_of, twins_of
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.meeting import Action
+from longshore.ranks.shared_memory import SharedBlock, SharedMemory
+from longshore.ranks.twin_groups import Twins, twin_of, twins_of
+from longshore.stage3.fsdp import CopiesOfShards, FullyShardedModel
+from longshore.store.agreement import WindowStatus
+from longshore.store.ownership import Ownership
 
 _LOOK_S = 1.0
 """Seconds between a rank's checks of whether it waits for others."""

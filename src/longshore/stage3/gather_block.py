@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from longshore.optim.shards import flat, former_of, held_part, is_former
-from longshore.sharding.fsdp import FullyShardedModel, member_of
-from longshore.sharding.fsdp_records import groups_of, parallel_placements
-from longshore.sharding.whole import Whole
+from longshore.stage3.fsdp import FullyShardedModel, member_of
+from longshore.stage3.fsdp_records import groups_of, parallel_placements
+from longshore.stage3.whole import Whole
 
 
 class GatherBlock:

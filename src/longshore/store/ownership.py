@@ -13,9 +13,9 @@ from longshore.kernels import HostRule, Scale
 from longshore.layout.divisions import Bucket
 from longshore.layout.layout import Layout
 from longshore.layout.tiles import Range
-from longshore.optim.shards import flat, held_part
-from longshore.sharding.agreement import Action, WindowStatus, as_flags, as_words
-from longshore.sharding.collective_thread import CollectiveThread
+from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.meeting import Action
+from longshore.store.agreement import WindowStatus, as_flags, as_words
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
@@ -78,25 +78,12 @@ class Ownership:
         on_cpu = collectives.data.device.type == "cpu"
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
 
-    def ranks_with_raw(self, raw: bool) -> list[int]:
-        """Return the ranks that come with ``raw`` True to a ``step()`` that no ``engine.backward()`` came before."""
-        self.outside_of_the_model(Action.ALONE)
-        window, said = self.window.number, [int(raw)]
-        rows = self.collectives.run(lambda: self.collectives.tell(Action.ALONE, 0, window, said))
-        assert rows is not None
-        return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
-
-    def values(self, key: int, parameters: Mapping[int, Tensor]) -> Tensor:
-        """Return the elements of an owned range, flat, as they are in ``parameters`` on the device."""
-        owned = self.layout.ranges[key]
-        return flat(held_part(parameters[owned.parameter]))[owned.held]
-
     def is_whole(self, parameter: int) -> bool:
         """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
         return False
 
     def check_handles(self) -> None:
-        """Raise ParameterError for what scripts did to sharded parameters where it would not be seen."""
+        """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
 
     def check_outside_of_gather(self, action: Action) -> None:
         """Raise LongshoreError if parameters are whole now, inside a block of ``gather()``."""

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from longshore.errors import GradientError, RankError
-from longshore.sharding.agreement import ADVICE, REFUSED, Action
+
+REFUSED = -1
+"""Verdict of a rank that found at the last moment that it cannot step."""
+
+ADVICE = (
+    "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
+    "included), with the same parameters, in the same order"
+)
 
 NOTE_NUMEL = 24
 """Count of the numbers that every message of a meeting has room for."""
+
+
+class Action(IntEnum):
+    """Action that a rank is about to take together with the others: a number to send, and words for errors."""
+
+    words: str
+
+    def __new__(cls, number: int, words: str) -> Action:
+        action = int.__new__(cls, number)
+        action._value_, action.words = number, words
+        return action
+
+    BACKWARD = 1, "in backward"
+    STEP = 2, "in step()"
+    COMMIT = 3, "about to step"
+    READ = 4, "reading optimizer state"
+    CLOSE = 5, "in the last backward"
+    GATHER = 6, "gathering parameters"
+    LEAVE = 7, "giving up its window"
+    """No rank waits for this action: it informs the other ranks, whatever they are doing."""
+    SAVE = 8, "saving a checkpoint"
+    LOAD = 9, "loading a checkpoint"
+    MEASURE = 10, "measuring the norm"
+    TELL = 11, "telling the others what it has"
+    """Goes on with what the ranks met for."""
+    ALONE = 12, "in step() without an engine.backward() before it"
 
 
 @dataclass

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.layout.divisions import Bucket
-from longshore.sharding.agreement import Action, Statement, agreement_of
-from longshore.sharding.ownership import Ownership
-from longshore.sharding.reduction import ReductionSettings, reduce_shard
+from longshore.ranks.meeting import Action
+from longshore.store.agreement import Statement, agreement_of
+from longshore.store.ownership import Ownership
+from longshore.store.reduction import ReductionSettings, reduce_shard
 from longshore.tiles import Tiles
 
 

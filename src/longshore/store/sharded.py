@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError, LongshoreError
+from longshore.errors import BrokenStateError, GradientError, LongshoreError, debugging
+from longshore.interrupts import deferred_interrupts
 from longshore.kernels import MatrixRule, Scale
 from longshore.layout.formats import StateFormat
 from longshore.layout.layout import Layout
 from longshore.layout.tiles import Spec
-from longshore.optim.interrupts import deferred_interrupts
-from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding.agreement import REFUSED, Action, Statement, agreement_of, check_same, verdict_number
-from longshore.sharding.matrices import RankExchange
-from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.rounds import LocalGradients
-from longshore.store import Store
+from longshore.ranks.meeting import REFUSED, Action
+from longshore.store.agreement import Statement, agreement_of, check_same, verdict_number
+from longshore.store.exchange import RankExchange
+from longshore.store.ownership import OwnedForecast, Ownership
+from longshore.store.reduction import ReductionSettings
+from longshore.store.rounds import LocalGradients
+from longshore.store.store import Store
 from longshore.tiles import (
     Breakage,
     Forecast,
@@ -31,7 +32,6 @@ from longshore.tiles import (
     Recorder,
     Tiles,
     broken_state_error,
-    debugging,
 )
 from longshore.tiles.matrix_exchange import reserve
 
@@ -92,7 +92,7 @@ class ShardedStore(Store):
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         super().set_recorders(recorders)
-        self.collectives.record(self.tiles.recorder)
+        self.collectives.record(functools.partial(self.tiles.recorder.working, "collectives"))
 
     # -- gradients of this rank -----------------------------------------------
 
@@ -133,6 +133,9 @@ class ShardedStore(Store):
         self._gradients.arrive(parameter, gradient, by_hook)
         return None
 
+    def interrupted(self, trains: bool) -> None:
+        self.ownership.interrupted(trains)
+
     def arrivals(self, parameter: int) -> int:
         return self.window.arrivals.get(parameter, 0)
 
@@ -163,6 +166,19 @@ class ShardedStore(Store):
             self._gradients.begin()
 
     # -- the end of a window --------------------------------------------------
+
+    def ranks_with_raw(self, raw: bool) -> Sequence[int]:
+        self.ownership.outside_of_the_model(Action.ALONE)
+        window, said = self.window.number, [int(raw)]
+        rows = self.collectives.run(lambda: self.collectives.tell(Action.ALONE, 0, window, said))
+        assert rows is not None
+        return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
+
+    def refused(self) -> None:
+        self.window.refused = True
+
+    def check_handles(self) -> None:
+        self.ownership.check_handles()
 
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
@@ -279,6 +295,7 @@ class ShardedStore(Store):
             raise
         finally:
             failure = None  # its traceback has this frame: a cycle, with the store in it
+        self.several = self.several or max(self.window.arrivals.values(), default=0) > 1
         self.window.stepped()
         self._gradients.begin()
 
@@ -333,6 +350,12 @@ class ShardedStore(Store):
         if loading:
             self._before_writing()
 
+    def is_whole(self, parameter: int) -> bool:
+        return self.ownership.is_whole(parameter)
+
+    def free_gathered(self) -> None:
+        self.ownership.before_publishing()
+
     def begin_load(self) -> None:
         self._before_writing()
         self.tiles.begin_load()
@@ -351,9 +374,3 @@ class ShardedStore(Store):
         self.ownership.close()
         self.collectives.close()
         super().close()
-
-
-def sharded_store(optimizer: TiledOptimizer) -> ShardedStore | None:
-    """Return the store of an engine's optimizer if several ranks share its state; otherwise None."""
-    store = optimizer._core.store
-    return store if isinstance(store, ShardedStore) else None

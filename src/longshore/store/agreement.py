@@ -7,7 +7,6 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -16,46 +15,12 @@ from longshore.errors import BrokenStateError, LongshoreError, RankError
 from longshore.kernels import Scale
 from longshore.tiles import ParameterStep
 
-REFUSED = -1
-"""Verdict of a rank that found at the last moment that it cannot step."""
-
-ADVICE = (
-    "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
-    "included), with the same parameters, in the same order"
-)
-
 _MASK_BITS = 62
 _HEAD = 7
 """Count of the numbers in a row before those of buckets and parameters."""
 
 Rows = Callable[[Tensor], Tensor]
 """Function that gathers every rank's row of numbers, stacked; all ranks have to call it, after a meeting."""
-
-
-class Action(IntEnum):
-    """Action that a rank is about to take together with the others: a number to send, and words for errors."""
-
-    words: str
-
-    def __new__(cls, number: int, words: str) -> Action:
-        action = int.__new__(cls, number)
-        action._value_, action.words = number, words
-        return action
-
-    BACKWARD = 1, "in backward"
-    STEP = 2, "in step()"
-    COMMIT = 3, "about to step"
-    READ = 4, "reading optimizer state"
-    CLOSE = 5, "in the last backward"
-    GATHER = 6, "gathering parameters"
-    LEAVE = 7, "giving up its window"
-    """No rank waits for this action: it informs the other ranks, whatever they are doing."""
-    SAVE = 8, "saving a checkpoint"
-    LOAD = 9, "loading a checkpoint"
-    MEASURE = 10, "measuring the norm"
-    TELL = 11, "telling the others what it has"
-    """Goes on with what the ranks met for."""
-    ALONE = 12, "in step() without an engine.backward() before it"
 
 
 class WindowStatus:
@@ -78,14 +43,12 @@ class WindowStatus:
         interrupted: whether a forward raised. If this rank discards the window, the others are told, since it skips a
             batch that they may have stepped; it may also run the batch again.
         settled: how many agreements reduced gradients that were kept until then.
-        several: whether a stepped window had several gradients of one parameter.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.told = False
         self.usual_backwards = 0
-        self.several = False
         self.begin()
 
     def begin(self) -> None:
@@ -108,7 +71,6 @@ class WindowStatus:
         """Count the window as stepped."""
         self.number += 1
         self.usual_backwards = self.backwards
-        self.several = self.several or max(self.arrivals.values(), default=0) > 1
 
     def fail(self, failure: BaseException | None) -> None:
         """Note that the window cannot be stepped any more."""

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.errors import LongshoreError, RankError
-from longshore.sharding.presence import ADVICE, presence, words
-from longshore.sharding.unfinished import let_go, wait_for
-from longshore.tiles import debugging
+from longshore.errors import LongshoreError, RankError, debugging
+from longshore.ranks.presence import ADVICE, presence, words
+from longshore.ranks.unfinished import let_go, wait_for
 
 T = TypeVar("T")
 

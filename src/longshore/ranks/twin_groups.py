@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import LongshoreError
-from longshore.sharding.waiting import finish, gather_from_all, gather_objects, timeout_of
+from longshore.ranks.waiting import finish, gather_from_all, gather_objects, timeout_of
 
 
 def twin_of(

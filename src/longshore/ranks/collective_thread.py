@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,14 +21,20 @@ from torch import Tensor
 
 from longshore.accelerator import make_current
 from longshore.errors import GradientError, RankError
-from longshore.sharding.agreement import Action
-from longshore.sharding.data_plane import DataPlane
-from longshore.sharding.device_collectives import DeviceCollectives
-from longshore.sharding.meeting import NOTE_NUMEL, Meeting, Row, Uncounted, different_parameters, explain_difference
-from longshore.sharding.twin_groups import Twins
-from longshore.sharding.unfinished import let_go, wait_for
-from longshore.sharding.waiting import all_gather_single, communicating, missing, notice_s
-from longshore.tiles import Recorder
+from longshore.ranks.data_plane import DataPlane
+from longshore.ranks.device_collectives import DeviceCollectives
+from longshore.ranks.meeting import (
+    NOTE_NUMEL,
+    Action,
+    Meeting,
+    Row,
+    Uncounted,
+    different_parameters,
+    explain_difference,
+)
+from longshore.ranks.twin_groups import Twins
+from longshore.ranks.unfinished import let_go, wait_for
+from longshore.ranks.waiting import all_gather_single, communicating, missing, notice_s
 from longshore.transfer.runner import Worker
 
 T = TypeVar("T")
@@ -115,9 +122,9 @@ class CollectiveThread:
 
     # -- jobs, from any thread ------------------------------------------------
 
-    def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` of each job from here on."""
-        self._worker.working = lambda: recorder.working("collectives")
+    def record(self, working: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run each job from here on in the context that ``working`` returns."""
+        self._worker.working = working
 
     def submit(self, job: Callable[[], None], waiting_bytes: int = 0, awaited: bool = True) -> None:
         """Queue ``job``, for which ``waiting_bytes`` of gradients wait; block for a while if these exceed the limit.

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from longshore.accelerator import WaitingStream
 from longshore.errors import RankError
-from longshore.sharding.presence import ADVICE, presence, words
-from longshore.sharding.waiting import abort, missing
+from longshore.ranks.presence import ADVICE, presence, words
+from longshore.ranks.waiting import abort, missing
 
 _LOOK_S = 0.25
 _GRACE_S = 2.0

@@ -24,17 +24,17 @@ from longshore.accelerator import Mark, mark_on, wait_for
 from longshore.errors import LongshoreError, ParameterError
 from longshore.layout.divisions import ParameterLayout, RankGrid
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
-from longshore.sharding.fsdp_records import (
+from longshore.stage3.fsdp_records import (
     align_trainable,
     check_supported,
     groups_of,
     modules_with,
     parallel_placements,
 )
-from longshore.sharding.gathered_writes import GatheredWrites
-from longshore.sharding.handles import Handles
-from longshore.sharding.same_inputs import keep_same_inputs
-from longshore.sharding.whole import Whole
+from longshore.stage3.gathered_writes import GatheredWrites
+from longshore.stage3.handles import Handles
+from longshore.stage3.same_inputs import keep_same_inputs
+from longshore.stage3.whole import Whole
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 """The models of all engines."""

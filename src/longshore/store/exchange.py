@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError
-from longshore.sharding.data_plane import Outgoing
-from longshore.sharding.ownership import Ownership
+from longshore.ranks.data_plane import Outgoing
+from longshore.store.ownership import Ownership
 from longshore.tiles import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.events import Recorder, commit_moves
 from longshore.transfer import CopyStreams
