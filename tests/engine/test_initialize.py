@@ -385,3 +385,14 @@ def test_a_configuration_that_is_changed_while_the_engine_is_made_is_seen() -> N
                 engine.step()
         finally:
             engine.destroy()
+
+
+@pytest.mark.parametrize("path", [("zero_optimization",), ("data_types",), ("optimizer", "params"), ("mine", "x")])
+def test_a_configuration_that_contains_itself_is_refused(path: tuple[str, ...]) -> None:
+    content = file()
+    section = content
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = content
+    with pytest.raises(ConfigError, match=f"{path[0]}.* is not a"):
+        longshore.initialize(model=nn.Linear(2, 2), config=content)

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from longshore import LongshoreError
 from longshore.compat.config.keys import joined
-from longshore.compat.config.table import KEYS
+from longshore.compat.config.table import KEYS, SECTIONS
 from longshore.seam import NOTHING, json_text
 
 
@@ -56,7 +56,8 @@ def _known(content: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):
-            found |= _known(value, joined(section, str(key)))
+            if (path := joined(section, str(key))) in SECTIONS:  # another one may be without end
+                found |= _known(value, path)
         elif (section, key) in KEYS:
             found[joined(section, key)] = copy.deepcopy(value)
     return found
