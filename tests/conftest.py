@@ -9,7 +9,7 @@ from pathlib import Path
 import mkl_threads  # noqa: F401  before torch
 import pytest
 import torch
-from covering import divide
+from covering import divide, make_rows
 from hypothesis import HealthCheck, settings
 from on_device import compiles_triton, device_type
 from ranks import Ranks
@@ -36,6 +36,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Tests of the simulated accelerator need processes whose accelerator it is."""
     simulated = "simulated_device" in collection_path.parts
     return True if simulated and not config.getoption("--simulated-device") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    make_rows(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -6,7 +6,8 @@
 - ``make test-slow`` (marked ``slow``): with those before, every ``strength + 1`` values;
 - ``make test-full`` (marked ``slow`` and ``full``): the others.
 
-A row that is marked ``slow`` by hand is never one of ``make test``, and one that is marked ``full`` in neither.
+A row that is marked ``slow`` by hand is never one of ``make test``, and one that is marked ``full`` in neither. Rows
+that ``-m`` leaves out are not made: there are 20,000 of them, and each process would collect them.
 
 ``@pytest.mark.quick(strength)`` leaves rows of ``make test`` to ``make test-medium`` (marked ``medium``): all but so
 many that every ``strength`` values of different parameters meet in one; with 0 all but one. It is for any test with
@@ -24,17 +25,33 @@ from typing import Any
 import pytest
 
 
+def make_rows(metafunc: pytest.Metafunc) -> None:
+    """Mark the rows of a test with ``covering``, and leave out those that ``-m`` leaves out."""
+    marked = metafunc.definition.get_closest_marker("covering")
+    if marked is None:
+        return
+    of_all = {mark.name for mark in metafunc.definition.iter_markers()}
+
+    def has(row: Any, *names: str) -> bool:
+        return any(name in of_all or name in {mark.name for mark in row.marks} for name in names)
+
+    every: list[Any] = metafunc._calls
+    rows = sorted((row for row in every if not has(row, "full")), key=lambda row: has(row, "slow"))
+    if not rows:
+        return
+    strength, values = marked.args[0], [row.params for row in rows]
+    fast = covering([row.params for row in rows if not has(row, "slow")], strength)
+    slow = {*fast, *covering(values, min(strength + 1, len(values[0])), fast)}
+    for number in set(range(len(rows))).difference(fast):
+        rows[number].marks.append(getattr(pytest.mark, "slow" if number in slow else "full").mark)
+    words = metafunc.config.getoption("markexpr").split(" and ")
+    if out := {"not slow": ("slow", "full"), "not full": ("full",)}.get(words[-1], ()):
+        # Without any row pytest would call the test without arguments.
+        every[:] = [row for row in every if not has(row, *out)] or every[:1]
+
+
 def divide(items: list[pytest.Item]) -> None:
-    """Mark the rows of all tables; what is marked ``full`` is ``slow`` as well."""
-    for strength, rows in _tables(items, "covering"):
-        rows = [row for row in rows if row.get_closest_marker("full") is None]
-        rows.sort(key=lambda row: row.get_closest_marker("slow") is not None)
-        values = [row.callspec.params for row in rows]
-        quick = [row.callspec.params for row in rows if row.get_closest_marker("slow") is None]
-        fast = covering(quick, strength)
-        slow = {*fast, *covering(values, min(strength + 1, len(values[0])), fast)}
-        for number in set(range(len(rows))).difference(fast):
-            rows[number].add_marker("slow" if number in slow else "full")
+    """Mark the rows of all tests with ``quick``; what is marked ``full`` is ``slow`` as well."""
     for item in items:
         if item.get_closest_marker("full") is not None:
             item.add_marker("slow")

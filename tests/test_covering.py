@@ -19,12 +19,19 @@ def test_cell(a, b, c):
 """
 
 CONFTEST = """
-from covering import divide
+import pytest
+from covering import divide, make_rows
 
 
 def pytest_configure(config):
     for name in ("covering", "quick", "medium", "slow", "full"):
         config.addinivalue_line("markers", name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    yield
+    make_rows(metafunc)
 
 
 def pytest_collection_modifyitems(items):
