@@ -185,7 +185,7 @@ SECTIONS = (
             "optim/gradients.py",
             "optim/released_gradients.py",
             "optim/membership.py",
-            "optim/ledger.py: LongshoreError",
+            "optim/core.py: LongshoreError",
             "tiles/tiles.py",
             "tiles/tile.py",
             "tiles/steps.py",

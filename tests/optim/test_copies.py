@@ -153,7 +153,8 @@ def test_what_cannot_be_copied_is_refused() -> None:
         copy.deepcopy(optimizer)
     optimizer.step()
     copy.deepcopy(optimizer)
-    optimizer._core.offload = ShardedOffload(group=None, reduction=ReductionSettings(1, 1), gather_numel=1)
+    several = {"group": None, "reduction": ReductionSettings(1, 1), "gather_numel": 1}
+    optimizer._core.offload = ShardedOffload.over(longshore.Offload(), **several)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"of an engine .* engine\.save_checkpoint"):
             attempt(optimizer)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+import longshore
+from longshore.engine.sharded_offload import ShardedOffload
 from longshore.kernels import HostKernels
 from longshore.layout.tiles import Spec
 from longshore.store import Store
+from longshore.store.reduction import ReductionSettings
 from longshore.tiles import MASTER, TierSettings, Tiles
 from longshore.transfer import CopyStreams
 
@@ -30,13 +35,14 @@ def test_a_parameter_is_known_from_when_it_is_laid_out_until_it_is_removed(store
     assert len(store.tiles) < tiles
     store.add_parameters([Spec(9, 20, torch.float32)])
     assert 9 in store and [each.numel for each in store.owned(9)] == [20]
+    with pytest.raises(KeyError):
+        store.read_state(3, MASTER)
 
 
 def test_a_parameter_is_one_range_under_its_own_number(store: Store) -> None:
     for index, numel in NUMELS.items():
         found = [(each.key, each.parameter, each.offset, each.numel, each.saves) for each in store.owned(index)]
         assert found == ([(index, index, 0, numel, True)] if numel else [])
-        assert store.layout.owners(index) == (((0, numel),) if numel else ())
 
 
 def test_what_is_written_is_read(store: Store) -> None:
@@ -59,3 +65,28 @@ def test_an_empty_parameter_steps_nothing(store: Store) -> None:
     store.arrive(5, torch.empty(0))
     store.discard(5)
     assert store.arrivals(5) == 0
+
+
+def test_the_state_of_an_empty_parameter_is_on_the_host_whatever_the_default_device_is() -> None:
+    optimizer = longshore.AdamW([torch.nn.Parameter(torch.empty(0))])
+    optimizer.param_groups[0]["params"][0].grad = torch.empty(0)
+    optimizer.step()
+    with torch.device("meta"):
+        state = optimizer.state_dict()
+    assert state["state"][0]["exp_avg"].device.type == "cpu"
+    optimizer.load_state_dict(state)
+
+
+def test_an_offload_of_a_users_class_keeps_a_ranks_share() -> None:
+    @dataclass(frozen=True)
+    class Mine(longshore.Offload):
+        extra: int = 3
+
+        def streams_to(self, device: torch.device) -> CopyStreams:
+            return asked.append(self.extra) or super().streams_to(device)
+
+    asked: list[int] = []
+    shared = ShardedOffload.over(Mine(tile_numel=16), group=None, reduction=ReductionSettings(1, 1), gather_numel=1)
+    assert shared.tile_numel == 16 and not shared.alone
+    shared.share.make_tiles(torch.device("cpu"), False, lambda key: torch.empty(0)).close()
+    assert asked and set(asked) == {3}

@@ -60,7 +60,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         )
     optimizer._core.take_edits()
     with torch.no_grad():
-        part = store.layout.division.held(record.index, flat(value))
+        part = store.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         for each in (record.parameter, record.leaf()):
             if each is not None:

@@ -20,6 +20,7 @@ from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.store.sharded import ShardedStore
 from longshore.streaming import Stream
 from longshore.tiles import SpeculationRecord, Tiles
 
@@ -160,7 +161,7 @@ def explain(
     """Describe an engine, given its parts; no rank waits for another."""
     core = optimizer._core
     store, tiles, records = core.store, core.store.tiles, core.records
-    layout = None if store.alone else store.layout
+    layout = store.layout if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(

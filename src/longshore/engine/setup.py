@@ -101,8 +101,8 @@ def make(
         sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
         streamed = stream_model(model, wrap_policy, settings, ranks, undo)
-        factory = _store_factory(settings, ranks, offload, sharded, binding)
-        made = make_optimizer(model, client, groups, settings, factory)
+        chosen = _offload_over(settings, ranks, offload, sharded, binding)
+        made = make_optimizer(model, client, groups, settings, chosen)
         undo.callback(made.close)  # or its hooks would take gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = kind(model, made, settings, ranks, binding)
@@ -193,7 +193,7 @@ def check_model(model: Any) -> nn.Module:
     return model
 
 
-def _store_factory(
+def _offload_over(
     config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
 ) -> Offload:
     """Choose where the state is kept: all of it on a single rank, or sharded over several ranks."""

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOffload(Offload):
-    """Settings of a store whose state is spread over the ranks of a process group; the others say how each rank keeps
-    its share.
+    """Settings of a store whose state is spread over the ranks of a process group.
 
     Attributes:
+        share: how each rank keeps its share; the other settings that it has are repeated here.
         group: process group of the ranks; None: all ranks.
         reduction: how gradients are reduced.
         gather_numel: number of elements that are gathered together after a step (stages 1 and 2).
@@ -37,6 +37,7 @@ class ShardedOffload(Offload):
         reduce_device: where gradients come and are reduced; None: where the parameters are.
     """
 
+    share: Offload
     group: Any
     reduction: ReductionSettings
     gather_numel: int
@@ -46,8 +47,8 @@ class ShardedOffload(Offload):
 
     @classmethod
     def over(cls, offload: Offload, **settings: Any) -> ShardedOffload:
-        """Return ``offload`` with the ``settings`` of ranks."""
-        return cls(**{each.name: getattr(offload, each.name) for each in fields(offload)}, **settings)
+        """Return ``offload``, which may be of a class of the user's, with the ``settings`` of ranks."""
+        return cls(**{each.name: getattr(offload, each.name) for each in fields(Offload)}, share=offload, **settings)
 
     @property
     def takes_shards(self) -> bool:
@@ -59,7 +60,7 @@ class ShardedOffload(Offload):
 
     def coding_of(self, name: str, parameter: Tensor) -> Coding:
         # The store knows which of a parameter's elements this rank has.
-        return self.coding_in_whole(name, parameter.shape)
+        return self.share.coding_in_whole(name, parameter.shape)
 
     def check_member(self, parameter: Tensor, name: str) -> None:
         if self.sharded is not None and id(parameter) not in self.sharded.members:
@@ -80,14 +81,14 @@ class ShardedOffload(Offload):
         collectives = CollectiveThread(twins_of(self.group, reducing), reducing, limit_bytes)
         # If gradients are reduced in step(), there is no backward during which to step ahead.
         in_backward = reduction.each_backward or reduction.early
-        offload = self if in_backward else replace(self, speculation_memory=0)
+        share = self.share if in_backward else replace(self.share, speculation_memory=0)
 
         def values_of(key: int) -> Tensor:
             owned = ownership.layout.ranges[key]
             return flat(held_part(parameters[owned.parameter]))[owned.held]
 
         # Reduced gradients are float32, whatever their dtype was.
-        tiles = offload.make_tiles(device, True, values_of, torch.float32)
+        tiles = share.make_tiles(device, True, values_of, torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
             from longshore.stage3.fully_sharded import FullySharded

@@ -103,7 +103,7 @@ class Division(ABC):
             raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
         found: list[Bucket] = []
         for index, members in enumerate(self._filled(specs, bucket_numel), first_bucket):
-            key = self._first_key(members, found[-1].next_key if found else first_key)
+            key = found[-1].next_key if found else first_key
             entries = tuple(Member(spec.key, spec.numel) for spec in members)
             found.append(Bucket(index, entries, members[0].dtype, self._shard_numel(members), key, self))
         return tuple(found)
@@ -132,10 +132,6 @@ class Division(ABC):
     def _shard_numel(self, members: Sequence[Spec]) -> int:
         """Return the number of elements in each rank's shard of a bucket with these members."""
 
-    def _first_key(self, members: Sequence[Spec], free: int) -> int:
-        """Return the first of the keys of a bucket with these members; those from ``free`` on are free."""
-        return free
-
     @abstractmethod
     def shard(self, bucket: Bucket, rank: int) -> Iterable[Range]:
         """Yield the ranges of a rank's shard of a bucket, in order of ``shard_offset``."""
@@ -163,32 +159,6 @@ class Division(ABC):
     def joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
         """Return a whole parameter, flat, from the part that each rank steps."""
         return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
-
-
-class Undivided(Division):
-    """One process steps everything: each parameter has a bucket and a range, whose key is the parameter's index."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 0)
-
-    def _kind(self, spec: Spec) -> Hashable:
-        return spec.key
-
-    def _shard_numel(self, members: Sequence[Spec]) -> int:
-        return members[0].numel
-
-    def _first_key(self, members: Sequence[Spec], free: int) -> int:
-        return members[0].key
-
-    def shard(self, bucket: Bucket, rank: int) -> Iterator[Range]:
-        for parameter, numel in bucket.members:
-            yield Range(bucket.first_key, parameter, 0, numel)
-
-    def stepped_by_rank(self, parameter: int, bucket: Bucket | None) -> list[int]:
-        return [0 if bucket is None else bucket.numel]
-
-    def most_stepped(self, parameter: int, bucket: Bucket) -> int:
-        return bucket.numel
 
 
 class Shards(Division):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from longshore.layout.divisions import Bucket, Division
@@ -39,16 +39,9 @@ class Layout:
         if not added:
             return self
         first_key = self.buckets[-1].next_key if self.buckets else 0
-        first_bucket = self.buckets[-1].index + 1 if self.buckets else 0
-        more = self.division.buckets(added.values(), self.bucket_numel, first_bucket, first_key)
+        more = self.division.buckets(added.values(), self.bucket_numel, len(self.buckets), first_key)
         checksum = zlib.crc32(repr(list(added.values())).encode(), self.checksum)
         return replace(self, specs={**self.specs, **added}, buckets=self.buckets + more, checksum=checksum)
-
-    def without(self, parameters: Collection[int]) -> Layout:
-        """Return this layout without some parameters, each of which has no bucket in common with one that stays."""
-        specs = {key: spec for key, spec in self.specs.items() if key not in parameters}
-        buckets = tuple(bucket for bucket in self.buckets if bucket.parameters.isdisjoint(parameters))
-        return replace(self, specs=specs, buckets=buckets, checksum=zlib.crc32(repr(specs).encode()))
 
     @functools.cached_property
     def bucket_of(self) -> Mapping[int, Bucket]:

@@ -154,7 +154,7 @@ class Ownership:
         """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range,
         and ``which`` is its name. All ranks have to call this method."""
         if parameter not in self.layout.bucket_of:
-            return torch.empty(0, dtype=torch.float32)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return self._from_ranks(parameter, which, [read(owned) for owned in self.layout.owned(parameter)])
 
     def assemble_values(self, parameter: int, held: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from longshore.interrupts import deferred_interrupts
 from longshore.kernels import MatrixRule, Scale
 from longshore.layout.formats import StateFormat
 from longshore.layout.layout import Layout
-from longshore.layout.tiles import Spec
+from longshore.layout.tiles import Range, Spec
 from longshore.ranks.meeting import REFUSED, Action
 from longshore.store.agreement import Statement, agreement_of, check_same, verdict_number
 from longshore.store.exchange import RankExchange
@@ -57,7 +57,11 @@ class ShardedStore(Store):
 
     @property
     def layout(self) -> Layout:
+        """Layout of all parameters over the ranks."""
         return self.ownership.layout
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self.layout.specs
 
     @property
     def broken(self) -> Breakage | None:
@@ -140,7 +144,7 @@ class ShardedStore(Store):
         return self.window.arrivals.get(parameter, 0)
 
     def reduced(self, parameter: int) -> int | None:
-        return min((self.tiles.reduced(each.key) for each in self.layout.owned(parameter)), default=None)
+        return min((self.tiles.reduced(each.key) for each in self.owned(parameter)), default=None)
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -247,7 +251,7 @@ class ShardedStore(Store):
         counted: dict[int, Tensor | None] = {}
         repeated: dict[int, Tensor | None] = {}
         for parameter in gradients:
-            for each in self.layout.owned(parameter):
+            for each in self.owned(parameter):
                 (counted if each.counts else repeated)[each.key] = None
         part, other = (self.tiles.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
         # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
@@ -265,7 +269,7 @@ class ShardedStore(Store):
         own = {
             each.key: ParameterStep(step.rule, step.target[each.held], None)
             for parameter, step in steps.items()
-            for each in self.layout.owned(parameter)
+            for each in self.owned(parameter)
         }
         failure: BaseException | None = None
         try:
@@ -365,6 +369,15 @@ class ShardedStore(Store):
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
         return self.ownership.assemble(parameter, which, lambda each: self.tiles.read_state(each.key, which))
+
+    def owned(self, parameter: int) -> Sequence[Range]:
+        return self.layout.owned(parameter)
+
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        return self.layout.division.part(parameter, values)
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        return self.layout.division.held(parameter, values)
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         return self.ownership.assemble_values(parameter, held)

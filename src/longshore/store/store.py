@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import Scale
-from longshore.layout.divisions import Undivided
-from longshore.layout.layout import Layout
 from longshore.layout.tiles import Range, Spec
 from longshore.tiles import Breakage, Forecast, ParameterStep, Recorder, Tiles
 
@@ -20,12 +18,13 @@ class Store:
     """Optimizer state and gradients by parameter. This process has all of it; a subclass shares it with other ranks.
 
     Parameters are known by index, as flat tensors. A parameter's elements are in ranges, which are tiled; here each
-    parameter has one, whose key is the parameter's index.
+    parameter with elements has one, whose key is the parameter's index.
 
     Attributes:
         alone: whether this process has all of the state.
         tiles: tiles of the ranges that this process steps, by their keys.
-        several: whether a stepped window had several gradients of one parameter, if ranks share the state.
+        several: whether a window that several ranks stepped, in this run or in one from which it goes on, had several
+            gradients of one parameter.
     """
 
     alone: ClassVar[bool] = True
@@ -33,12 +32,7 @@ class Store:
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
         self.several = False
-        self._layout = Layout(Undivided(), 1)
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of all parameters, over ranks if there are several."""
-        return self._layout
+        self._numels: dict[int, int] = {}
 
     @property
     def broken(self) -> Breakage | None:
@@ -53,16 +47,18 @@ class Store:
     def add_parameters(self, specs: Iterable[Spec]) -> None:
         """Lay out parameters, in forward's order if it is known: gradients come in reverse order."""
         added = list(specs)
-        self._layout = self._layout.extended(added)
+        self._numels.update((spec.key, spec.numel) for spec in added)
         self.tiles.add(added)
 
     def remove(self, parameters: Collection[int]) -> None:
-        """Forget parameters, with their state and gradients."""
+        """Forget parameters, with their state and gradients; ranks that share the state have to keep them."""
+        assert self.alone
         self.tiles.remove(parameters)
-        self._layout = self._layout.without(parameters)
+        for parameter in parameters:
+            self._numels.pop(parameter, None)
 
     def __contains__(self, parameter: int) -> bool:
-        return parameter in self.layout.specs
+        return parameter in self._numels
 
     @property
     def recorders(self) -> tuple[Recorder, ...]:
@@ -207,13 +203,23 @@ class Store:
 
     def owned(self, parameter: int) -> Sequence[Range]:
         """Return the ranges of a parameter whose state this process keeps."""
-        return self.layout.owned(parameter)
+        numel = self._numels[parameter]
+        return [Range(parameter, parameter, 0, numel)] if numel > 0 else []
+
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the part of a whole parameter, flat, in which the ranges that this process keeps count."""
+        return values
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the part of a whole parameter, flat, that this process has where parameters compute."""
+        return values
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         """Set the master to ``values`` (flat, on the device).
 
         With ``keep_matching``, elements whose rounded master equals the value keep all float32 digits of their master.
         """
+        self.check_usable()
         self._before_writing()
         for each in self.owned(parameter):
             self.tiles.adopt(each.key, values[each.held], keep_matching=keep_matching)
@@ -225,7 +231,7 @@ class Store:
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
         """Return whether any bit of one array of the parameter, of the part in this process, is not that of ``values``
         (float32, flat, on the CPU)."""
-        values = self.layout.division.part(parameter, values)
+        values = self.part(parameter, values)
         return any(self.tiles.differs(each.key, which, values[each.elements]) for each in self.owned(parameter))
 
     def read_state(self, parameter: int, which: str) -> Tensor:
@@ -234,8 +240,9 @@ class Store:
 
         :data:`GRADIENT` is read after :meth:`agree`; it has no elements if the window brought no gradient.
         """
+        self.check_usable()
         parts = [self.tiles.read_state(each.key, which) for each in self.owned(parameter)]
-        return parts[0] if parts else torch.empty(0, dtype=torch.float32)
+        return parts[0] if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
@@ -244,14 +251,14 @@ class Store:
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         """Set one array of the parameter, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
         self._before_writing()
-        values = self.layout.division.part(parameter, values)
+        values = self.part(parameter, values)
         for each in self.owned(parameter):
             self.tiles.write_state(each.key, which, values[each.elements])
 
     def clear_state(self, parameter: int) -> None:
-        """Zero all arrays of the parameter."""
+        """Zero all arrays of the parameter; one that was never trained has none."""
         self._before_writing()
-        for each in self.owned(parameter):
+        for each in self.owned(parameter) if parameter in self else ():
             self.tiles.clear_state(each.key)
 
     def close(self) -> None:

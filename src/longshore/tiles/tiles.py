@@ -76,6 +76,8 @@ class Tiles:
         self.tier = Tier(settings, self._pending_reads)
         """The tier of all parameters but those that ``on_device`` has."""
         self.on_device = None if on_device is None else Tier(on_device, self._pending_reads)
+        self.tiers = (self.tier,) if self.on_device is None else (self.on_device, self.tier)
+        """All tiers, in the order in which they step: what takes the device comes before what takes the host."""
         self.recorder: Recorder = NO_RECORDER
         """Receives events of the tiers of ``settings``; a device profiler shows the kernels of the other one."""
         self.recorders: tuple[Recorder, ...] = ()
@@ -93,11 +95,6 @@ class Tiles:
 
     def __len__(self) -> int:
         return len(self.tiles)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """All tiers, in the order in which they step: what takes the device comes before what takes the host."""
-        return (self.tier,) if self.on_device is None else (self.on_device, self.tier)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -218,10 +215,12 @@ class Tiles:
                 tier.arrive(parameter, gradient)
 
     def foresee(self, forecast: Forecast) -> None:
+        """Set the forecast of the next commit, for tiles that are stepped ahead of it."""
         for tier in self.tiers:
             tier.speculator.forecast = forecast
 
     def expect_backwards(self, backwards: int) -> None:
+        """Set the number of backwards of the current window; without this, it is expected to be that of the last."""
         with self._lock:
             for tile in self.tiles:
                 tile.expect(backwards)
@@ -232,15 +231,18 @@ class Tiles:
         return self.tier.speculator.record
 
     def arrivals(self, parameter: int) -> int:
+        """Return how many gradients of ``parameter`` arrived in this window."""
         for tier in self.tiers:
             for _, segment in tier.parts.get(parameter, ()):
                 return segment.arrivals  # all segments have equally many
         return 0
 
     def reduced(self, parameter: int) -> int:
+        """Return how many gradients of ``parameter`` each of its tiles has: the least of them."""
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
 
     def fail(self, failure: BaseException) -> None:
+        """Mark the window as failed; the first failure counts."""
         self._failure = self._failure or failure
 
     def check_complete(self) -> None:
@@ -277,6 +279,7 @@ class Tiles:
                 self.fail(without_frames(failure))
 
     def discard(self, parameter: int | None = None) -> None:
+        """Drop the gradients of the window, or of one parameter; no state changes."""
         self.check_usable()
         with self._lock:
             for tier in self.tiers:
@@ -380,6 +383,7 @@ class Tiles:
     # -- optimizer state ------------------------------------------------------
 
     def check_usable(self) -> None:
+        """Raise BrokenStateError if the state is broken, LongshoreError if it is gone or another process's."""
         if os.getpid() != self._owner_pid and any(tile.buffer is not None for tile in self.tiles):
             raise LongshoreError(
                 "this process was forked from the one that has the optimizer's state, and has no copy of it: save and "
@@ -394,6 +398,7 @@ class Tiles:
             raise broken_state_error(self.broken)
 
     def begin_load(self) -> None:
+        """Discard the window and reset ``broken``, because whole states are about to be written."""
         with self._lock:
             for tier in self.tiers:
                 tier.device_sums.clear()
@@ -442,6 +447,7 @@ class Tiles:
         return StateSnapshot(self._pending_reads, arrays, buffers, reads)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
+        """Set the master to ``values``; see :meth:`Store.adopt`."""
         self.check_usable()
         self._void(parameter)
         for tier, tile, _ in self._placed(parameter):
@@ -453,6 +459,7 @@ class Tiles:
             tier.kernels.accumulate(master, tier.streams.read(segment.part_of(values)), add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
+        """Return how many elements of ``values`` differ from the rounded master; bits are compared."""
         self.check_usable()
         return self._reconcile(parameter, values, adopt=False)
 
@@ -463,6 +470,7 @@ class Tiles:
         )
 
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
+        """Return whether any bit of one array is not that of ``values`` (float32, flat, on the CPU)."""
         self.check_usable()
         return not all(
             torch.equal(kept.view(torch.int32).cpu(), segment.part_of(values).view(torch.int32))
@@ -470,6 +478,7 @@ class Tiles:
         )
 
     def read_state(self, parameter: int, which: str) -> Tensor:
+        """Return a copy of one array, by name: float32, flat, on the host."""
         if which == GRADIENT:
             self.settle()
             found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
@@ -479,6 +488,7 @@ class Tiles:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        """Set one array, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
         if which == GRADIENT:
             self.settle()
         self.check_usable()
@@ -490,12 +500,14 @@ class Tiles:
             segment.wait().copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
+        """Zero all arrays."""
         self._void(parameter)
         for _, tile, segment in self._placed(parameter):
             if tile.buffer is not None:  # a tile without a buffer has only zeros
                 zero_elements(tile.buffer, segment.layout.in_buffer)
 
     def close(self) -> None:
+        """Wait for work under way, and end threads and streams."""
         if any(tier.device_sums for tier in self.tiers):
             self.fail(
                 GradientError(
@@ -512,6 +524,7 @@ class Tiles:
         parameters stay known; none of them has an element here."""
         self._released, former = True, self.tier
         self.tier, self.on_device = Tier(self._settings, self._pending_reads), None
+        self.tiers = (self.tier,)
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
         self.tiles = []
