@@ -178,14 +178,14 @@ class Engine(EngineAttributes):
         """
         self._check_alive()
         self._applied = False
-        window = self._window
+        window, store = self._window, self._store
         try:
             self._check_kept()
             raw = window.has_raw(self.optimizer._core.gradients_arrived)
-            others = self._store.ranks_with_raw(raw) if window.alone else ()
+            others = store.ranks_with_raw(raw) if window.alone else ()
             due = window.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
-            self._store.refused()
+            store.refused()
             raise
         if not due:
             window.not_due()
