@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import shape
-from scripts.shape import GOALS, LIMITS, MEASURES, ROOT, above, changes, measured
+from scripts.shape import GOALS, LIMITS, MEASURES, ROOT, above, changes, fallen, measured
 
 EMPTY = dict.fromkeys(MEASURES, 0)
 
@@ -127,3 +127,9 @@ def test_lines_of_a_change_are_told_by_room(tmp_path: Path) -> None:
     git("add", "-A")
     git("commit", "-m", "go on")
     assert changes(tmp_path) == told
+
+
+def test_a_trip_below_its_limit_is_named_since_the_walks_name_its_count() -> None:
+    trip = "files of the trip of a gradient"
+    assert fallen({trip: 57, "lines": 1}, {trip: 57, "lines": 2}) == []
+    assert fallen({trip: 56}, {trip: 57}) == [f"{trip}: 56, and the limit is 57"]
