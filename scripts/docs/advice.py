@@ -164,7 +164,7 @@ SECTIONS = (
             "optim/core.py: the optimizer has no",
             "optim/core.py: optimizer got",
             "optim/other_words.py",
-            "optim/own_step.py",
+            "optim/taken_over.py",
             "engine/client.py",
             "optim/family.py",
             "optim/tiled_optimizer.py",
@@ -181,7 +181,7 @@ SECTIONS = (
         "Raised by `step()`, by clipping, or where a gradient is touched that is on the host. Nothing was stepped, but "
         "for a `BrokenStateError`.",
         (
-            "optim/clipping.py",
+            "tiles/window.py",
             "optim/gradients.py",
             "optim/released_gradients.py",
             "optim/membership.py",
@@ -194,7 +194,7 @@ SECTIONS = (
             "kernels/: Triton",
             "engine/engine.py",
             "engine/attributes.py",
-            "engine/window.py: LongshoreError",
+            "engine/accumulation.py: LongshoreError",
         ),
         "`zero_grad()` discards the window, and training can go on.",
     ),

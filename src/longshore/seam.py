@@ -161,11 +161,7 @@ if TYPE_CHECKING:
     from longshore.machine.binding import binding_wanted as binding_wanted
     from longshore.machine.binding import plan_ranks as plan_ranks
     from longshore.machine.binding import unbound as unbound
-    from longshore.optim.other_name import IN_PLACE_OF as IN_PLACE_OF
-    from longshore.optim.other_name import stands_for as stands_for
     from longshore.optim.other_words import is_accelerates_mapping as is_accelerates_mapping
-    from longshore.optim.own_step import check_no_own_step as check_no_own_step
-    from longshore.optim.own_step import steps_as as steps_as
     from longshore.optim.parameters import is_lazy as is_lazy
     from longshore.optim.rule_optimizer import OPTIMIZERS as OPTIMIZERS
     from longshore.optim.rules.adam import AdamRule as AdamRule
@@ -174,6 +170,10 @@ if TYPE_CHECKING:
     from longshore.optim.shards import held_part as held_part
     from longshore.optim.shards import is_sharded as is_sharded
     from longshore.optim.shards import present as present
+    from longshore.optim.taken_over import IN_PLACE_OF as IN_PLACE_OF
+    from longshore.optim.taken_over import check_no_own_step as check_no_own_step
+    from longshore.optim.taken_over import stands_for as stands_for
+    from longshore.optim.taken_over import steps_as as steps_as
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.wrapped_names import counterparts as counterparts
     from longshore.ranks.presence import presence as presence
@@ -284,9 +284,8 @@ HOMES = {
     "longshore.layout.tiles": "MatrixLayout Spec TileRun default_tile_numel runs_by_home",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
-    "longshore.optim.other_name": "IN_PLACE_OF stands_for",
+    "longshore.optim.taken_over": "IN_PLACE_OF check_no_own_step stands_for steps_as",
     "longshore.optim.other_words": "is_accelerates_mapping",
-    "longshore.optim.own_step": "check_no_own_step steps_as",
     "longshore.optim.parameters": "is_lazy",
     "longshore.optim.rule_optimizer": "OPTIMIZERS",
     "longshore.optim.rules.adam": "AdamRule",

@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that begins anew is taken for one that goes on",
-        "WindowStatus.give_up",
+        "Epoch.give_up",
         "self.number += 1",
         "",
         (GATHERING,),
@@ -108,16 +108,16 @@ MUTANTS = [
     Mutant(
         "others are not told of a failed forward",
         "GatherMeetings.interrupted",
-        "if self._window.give_up():",
-        "if self._window.give_up() and False:",
+        "if self._epoch.give_up():",
+        "if self._epoch.give_up() and False:",
         (GATHERING, FULLY_SHARDED),
     ),
     Mutant(
         "who was told gives up once more",
-        "WindowStatus.give_up",
+        "Epoch.give_up",
         "if self.told:",
         "if False:",
-        ("tests/sharding/test_window_status.py",),
+        ("tests/sharding/test_epoch.py",),
     ),
     Mutant(
         "a rank begins a backward without asking whether the others do",
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "a rank that failed in backward says so only when it discards",
         "ShardedStore.end_backward",
-        "self.ownership.backward_failed()\nself.window.given_up = True",
+        "self.ownership.backward_failed()\nself.window.gave_up = True",
         "pass",
         (FULLY_SHARDED,),
     ),

@@ -18,7 +18,7 @@ MUTANTS = [
     # -- tile.py --------------------------------------------------------------
     Mutant(
         "what was clipped and then added to is not recognized",
-        "Clipping.scale_for",
+        "Window.scale",
         "kept = kept or (measured is not None and measured.gradient is added_to)",
         "",
         ("tests/optim/test_released.py::test_a_backward_after_an_assigned_gradient_was_clipped",),
@@ -442,7 +442,7 @@ MUTANTS = [
     Mutant(
         "a failed addition is not remembered",
         "Tiles._fail_by",
-        "self.fail(without_frames(failure))",
+        "self.window.fail(_not_added(failure))",
         "pass",
         (STORE,),
     ),
@@ -450,15 +450,15 @@ MUTANTS = [
         "additions of a window that failed go on in the next",
         "Tiles._drain",
         "self._fail_by((tier.drain() for tier in self.tiers))",
-        "self._fail_by(() if self._failure else (tier.drain() for tier in self.tiers))",
+        "self._fail_by(() if self.window.failed else (tier.drain() for tier in self.tiers))",
         (STORE,),
     ),
     Mutant(
         "a discarded window stays incomplete",
-        "Tiles.discard",
-        "self._failure = None",
+        "Store.discard",
+        "self.window.end(how)",
         "",
-        (STORE,),
+        ("tests/tiles/test_device_sums.py::test_a_copy_that_fails_ends_the_window",),
     ),
     Mutant(
         "the segments of a discarded parameter leave their tiles in the window",

@@ -638,7 +638,7 @@ def test_gradients_in_host_memory_are_measured_by_the_host_kernels(monkeypatch: 
     def refuse(device: torch.device) -> None:
         raise AssertionError(f"a sum on {device}")
 
-    monkeypatch.setattr("longshore.optim.clipping.block_sums_on", refuse)
+    monkeypatch.setattr("longshore.optim.tiled_optimizer.block_sums_on", refuse)
     norms = []
     for transfer in (None, longshore.SimulatedTransfer()):
         model = small_model()

@@ -64,7 +64,7 @@ def test_only_the_first_step_is_a_regular_one(dtype: torch.dtype, tile_numel: in
     assert (steps.regular, steps.repeated) == (1, 4)
     assert all(optimizer.state[parameter]["step"] == 5 for parameter in model.parameters())
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], plain.state(0, "exp_avg"))
-    assert {entry.applied for entry in optimizer._core.ledger.values()} == {1}
+    assert {entry.applied for entry in optimizer._core.window.entries.values()} == {1}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)

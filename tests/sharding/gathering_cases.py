@@ -16,8 +16,8 @@ from longshore.errors import GradientError
 from longshore.ranks import shared_memory as module
 from longshore.ranks import waiting as module_of_waits
 from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.meeting import Epoch
 from longshore.ranks.twin_groups import twins_of
-from longshore.store.agreement import WindowStatus
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def interrupted() -> list[str]:
     from longshore.stage3.fully_sharded import GatherMeetings, ModuleGather
 
     rank, said = dist.get_rank(), []
-    gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
+    gathering = GatherMeetings(None, CPU, ["a"], Epoch())
 
     def gather() -> None:
         gather = ModuleGather(gathering, 0, CopiesOfShards())
@@ -84,7 +84,7 @@ def waiting() -> list[str]:
 
     rank = dist.get_rank()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
-    gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
+    gathering = GatherMeetings(None, CPU, ["a", "b"], Epoch())
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -121,7 +121,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = CollectiveThread(twins_of(None, CPU), CPU, 1 << 20)
-    gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
+    gathering = GatherMeetings(None, CPU, ["a", "b"], Epoch())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
     shared = 0

@@ -227,7 +227,7 @@ def test_a_copy_that_cannot_start_is_told_and_its_window_discarded(train: Any, m
         for _ in range(2):
             with pytest.raises(GradientError, match=r"could not be added .*lost.*; zero_grad\(\) discards"):
                 training.commit(gradients)
-        training.store.discard()
+        training.discard()
     training.check()
     training.window({0: 1, 1: 2, 2: 1})
     training.check()
@@ -247,7 +247,7 @@ def test_each_travels_alone_where_the_device_has_no_memory_left(
 def test_a_window_that_is_discarded_takes_what_waits_along(train: Any, copies: list[int]) -> None:
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
     training.arrive(0, training.gradient(0))
-    training.store.discard()
+    training.discard()
     assert all(tile.parcel is None for tile in training.store.tiles)  # nothing keeps its gradients
     training.window({0: 1, 2: 1, 3: 1})
     training.check()
@@ -273,7 +273,7 @@ def test_any_order_of_arrivals(train: Any, transfer: Callable[[], Any], dtype: t
                 training.store.discard(index)
                 del arrived[index]
         if dice.random() < 0.2:
-            training.store.discard()
+            training.discard()
             continue
         training.commit(arrived)
         training.check()
@@ -406,7 +406,7 @@ def test_an_interrupt_takes_no_slot_along(train: Any, monkeypatch: pytest.Monkey
             patch.setattr(owner, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 training.arrive(0, training.gradient(0))
-        training.store.discard()
+        training.discard()
         assert len(training.store.tier.arrivals._landing) == LANDING_SLOTS
     training.window({0: 3})
     training.check()
@@ -421,7 +421,7 @@ def test_slots_come_back_from_a_window_that_was_discarded(
         for _ in range(1 + LANDING_SLOTS):
             training.arrive(0, training.gradient(0))
         gate.set()
-        training.store.discard()
+        training.discard()
     assert len(training.store.tier.arrivals._landing) == LANDING_SLOTS
     training.window({0: 2})
     training.check()

@@ -22,7 +22,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout.memory import LANDING_SLOTS, PIPELINE_DEPTH
 from longshore.layout.tiles import Spec, align
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import MASTER, ParameterStep, TierSettings, Tiles, TileState
+from longshore.tiles import MASTER, Ended, ParameterStep, TierSettings, Tiles, TileState
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
@@ -114,9 +114,14 @@ class Training:
                         self.arrive(index, arrived[turn])
         self.commit(gradients, scale)
 
+    def discard(self) -> None:
+        self.store.discard()
+        self.store.window.end(Ended.DISCARDED)
+
     def load(self) -> None:
         """What ``load_state_dict`` and ``load_state_dict`` of the model do."""
         self.store.begin_load()
+        self.store.window.end(Ended.DISCARDED)
         for index, (master, exp_avg, exp_avg_sq) in enumerate(self.expected):
             self.parameters[index].copy_(master)
             for which, values in ((MASTER, master), (EXP_AVG, exp_avg), (EXP_AVG_SQ, exp_avg_sq)):
@@ -223,7 +228,7 @@ def test_any_history_is_the_reference(numels, dtypes, tile_numel, seed, windows,
                 for index, count in arrivals.items():
                     for _ in range(count):
                         training.arrive(index, training.gradient(index))
-                training.store.discard()
+                training.discard()
             training.check()
     finally:
         training.store.close()
@@ -301,7 +306,7 @@ def test_the_store_knows_what_the_window_holds(train) -> None:
     assert training.held() == {0, 3}
     training.store.discard(3)
     assert training.held() == {0}
-    training.store.discard()
+    training.discard()
     assert training.held() == set()
 
 
@@ -360,8 +365,8 @@ def test_discarded_in_the_middle(train, seed: int) -> None:
             for _ in range(1 + (index + seed) % 3):
                 training.arrive(index, torch.full_like(training.gradient(index), 1e30))
         if seed % 2:
-            training.store.fail(ValueError("a backward ended half way"))
-        training.store.discard()
+            training.store.window.fail(ValueError("a backward ended half way"))
+        training.discard()
         assert training.held() == set()
         assert all(tile.state is TileState.EMPTY for tile in training.store.tiles)
         training.window(dict.fromkeys(range(0, 5, 1 + seed % 3), 1 + seed % 2))
@@ -402,7 +407,7 @@ def test_discarding_the_last_parameter_of_a_tile_ends_its_window(train) -> None:
     training.store.discard(0)
     assert (first.state, second.state) == (TileState.EMPTY, TileState.FILLING)
     training.store.discard(0)
-    training.store.discard()
+    training.discard()
     assert (first.state, second.state) == (TileState.EMPTY, TileState.EMPTY)
 
 
@@ -425,7 +430,7 @@ def test_discard_reuses_the_accumulators(train) -> None:
     for _ in range(3):
         for _ in range(2):
             training.arrive(4, training.gradient(4))
-        training.store.discard()
+        training.discard()
     tiles = [tile for tile, _ in training.store.tier.parts[4]]
     assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.buffer_numel for tile in tiles)
 
@@ -554,7 +559,7 @@ def test_a_gradient_that_could_not_be_added(train, transfer, monkeypatch: pytest
                 training.store.commit({}, UNSCALED)
     with pytest.raises(GradientError, match="no room"):
         training.store.sum_of_squares({0: None}, UNSCALED)
-    training.store.discard()
+    training.discard()
     training.check()
     training.window({0: 2, 3: 2})
     training.check()
@@ -573,7 +578,7 @@ def test_a_copy_that_fails_on_its_way(train) -> None:
         with pytest.raises(RuntimeError, match="lost on the way"):
             training.store.commit({0: ParameterStep(training.rule(0), training.parameters[0], None)}, UNSCALED)
     training.check()
-    training.store.discard()
+    training.discard()
     handle._failure = None  # type: ignore[attr-defined]
     training.window({0: 1})
     training.check()

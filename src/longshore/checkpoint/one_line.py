@@ -22,8 +22,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError, NoCheckpointError, RankError
-from longshore.optim.other_name import stands_for
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
+from longshore.optim.taken_over import stands_for
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.ranks.twin_groups import twin_of
 

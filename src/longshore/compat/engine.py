@@ -221,7 +221,7 @@ class Engine(CoreEngine):
 
     def get_batch_info(self) -> BatchInfo:
         """Return the three batch numbers; the first is the product of the others and the number of ranks."""
-        sizes = self._window.sizes
+        sizes = self._accumulation.sizes
         return BatchInfo(sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -229,7 +229,7 @@ class Engine(CoreEngine):
 
         The accumulation steps stay, so the train batch size changes.
         """
-        self._window.sizes = self._window.sizes.with_micro_batch_size(micro_batch_size)
+        self._accumulation.sizes = self._accumulation.sizes.with_micro_batch_size(micro_batch_size)
 
     def get_mom(self) -> list[Any]:
         """Return the betas, or the momentum, of each group."""
@@ -255,12 +255,12 @@ class Engine(CoreEngine):
     @Answer
     def dp_world_size(self) -> int:
         """Number of ranks that run different batches."""
-        return self._window.sizes.world_size
+        return self._accumulation.sizes.world_size
 
     @Answer
     def mp_world_size(self) -> int:
         """Number of ranks that run each batch together."""
-        return self.ranks.world_size // self._window.sizes.world_size
+        return self.ranks.world_size // self._accumulation.sizes.world_size
 
     @Answer
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -349,7 +349,7 @@ class Engine(CoreEngine):
             raise ValueError(f"route is 'train', 'eval' or 'predict', not {route!r}")
         return make_loader(
             dataset,
-            self._window.sizes.micro_batch_size if batch_size is None else batch_size,
+            self._accumulation.sizes.micro_batch_size if batch_size is None else batch_size,
             self.ranks,
             collate_fn,
             self.config.drop_last,

@@ -21,12 +21,12 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
+from longshore.engine.accumulation import Accumulation
 from longshore.engine.config.decisive import decisive
 from longshore.engine.config.model import Config
 from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks
-from longshore.engine.window import Window
 from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.ranks.twin_groups import twin_of
@@ -59,10 +59,10 @@ class Resumable(Protocol):
 
 
 class Saving:
-    """What stays of an engine's checkpoints from one call to the next; ``window`` is its accumulation window."""
+    """What stays of an engine's checkpoints from one call to the next; ``accumulation`` counts its backwards."""
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
+    def __init__(self, accumulation: Accumulation) -> None:
+        self.accumulation = accumulation
         self.group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
         self.background = Background()
         self.runs: dict[Path, str] = {}
@@ -76,7 +76,7 @@ class Checkpoints:
     def __init__(self, engine: Resumable, saving: Saving) -> None:
         self._engine = engine
         self._saving = saving
-        self._window = saving.window
+        self._accumulation = saving.accumulation
         self._background = saving.background
         self._runs = saving.runs
 
@@ -187,7 +187,7 @@ class Checkpoints:
             "run": run,
             **{name: getattr(engine, name) for name in _COUNTERS},
             "several": int(engine._store.several),
-            "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
+            "gradient_accumulation_steps": self._accumulation.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
             "decisive": decisive(engine.config, engine.ranks.world_size),
@@ -283,7 +283,7 @@ class Checkpoints:
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
         try:
             copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
-            self._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
+            self._accumulation.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
         except (ValueError, TypeError, LongshoreError) as error:
             raise CheckpointError(f"{where}: {error}") from error
         saved = f"{rank_file(group.rank)}.json" in whole.files
@@ -334,12 +334,12 @@ class Checkpoints:
 
     def _warn_of_differences(self, whole: WholeCheckpoint, state: Mapping[str, Any], scheduler: bool) -> None:
         """Warn of what changes bits and was otherwise in the saved run; imported and older checkpoints do not say."""
-        there, sizes = state.get("decisive", {}), self._window.sizes
+        there, sizes = state.get("decisive", {}), self._accumulation.sizes
         steps = (state["gradient_accumulation_steps"], sizes.accumulation_steps)
         ranks = (checked(whole.manifest.get("world_size"), int, f"{whole.path}: world_size"), sizes.world_size)
         differing = self._differing(state, there, scheduler)
         # Whoever declares boundaries decides anew how many backwards a step has (Lightning's Trainer).
-        if there and self._window.boundary is None and ranks[0] * steps[0] != ranks[1] * steps[1]:
+        if there and self._accumulation.boundary is None and ranks[0] * steps[0] != ranks[1] * steps[1]:
             differing.append(
                 f"gradient_accumulation_steps {steps[0]} there, {steps[1]} here"
                 if ranks[0] == ranks[1]

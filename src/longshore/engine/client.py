@@ -15,10 +15,9 @@ from longshore.engine.config.optimizers import check_encodable
 from longshore.layout.formats import StateFormat
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import Offload
-from longshore.optim.other_name import IN_PLACE_OF, TAKEN_BY, stands_for
 from longshore.optim.other_words import parameters_of
-from longshore.optim.own_step import check_no_own_step
 from longshore.optim.rule_optimizer import OPTIMIZERS
+from longshore.optim.taken_over import IN_PLACE_OF, TAKEN_BY, check_no_own_step, stands_for
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
 _KIND_ATTRIBUTE = "longshore_kind"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.accelerator import Stopwatch
+from longshore.engine.accumulation import Accumulation, BatchSizes, check_loss
 from longshore.engine.attributes import EngineAttributes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints, Saving
@@ -22,13 +23,13 @@ from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
 from longshore.engine.references import MethodOf, weakly
-from longshore.engine.window import BatchSizes, Window, check_loss
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.store import Store
 from longshore.streaming import Stream
+from longshore.tiles import Ended
 
 
 class Engine(EngineAttributes):
@@ -57,7 +58,8 @@ class Engine(EngineAttributes):
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._window = Window(BatchSizes.of(config), config.managed_accumulation)
+        window = optimizer._core.window
+        self._accumulation = Accumulation(window, BatchSizes.of(config), config.managed_accumulation)
         self._applied = False
         self._norm: Tensor | None = None
         # Change with every call.
@@ -66,12 +68,11 @@ class Engine(EngineAttributes):
         self._destroyed = False
         # Parts of the engine.
         self._reports = reports_of(config, ranks, module, optimizer)
-        self._saving = Saving(self._window)
+        self._saving = Saving(self._accumulation)
         self.loss_scaling.hand_to(optimizer)
-        # The window ends with the optimizer's step() or zero_grad(), whether the engine or its user calls them.
         optimizer.register_step_pre_hook(weakly(self._check_step))
-        optimizer.register_step_post_hook(weakly(self._end_window))
-        optimizer._core.when_discarded = weakly(self._end_window, discarded=True)
+        # With the optimizer's step() or zero_grad(), whether the engine or its user calls them.
+        window.on_end(self._window_ended)
         self.built = True
 
     # -- checkpoints ----------------------------------------------------------
@@ -108,7 +109,7 @@ class Engine(EngineAttributes):
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss``, one element, times the loss scale, for a ``loss.backward()`` of your own."""
         check_loss(loss, "scale")
-        self._window.scaled = True
+        self._accumulation.scaled = True
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
@@ -127,12 +128,12 @@ class Engine(EngineAttributes):
         """
         check_loss(loss, "backward")
         self._check_alive()
-        window, optimizer = self._window, self.optimizer
-        steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
+        counted, optimizer = self._accumulation, self.optimizer
+        steps = counted.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
-        window.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
+        counted.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
         optimizer._core.source.look_again()
-        self._store.begin_backward(self._synchronize, window.next_is_last())
+        self._store.begin_backward(self._synchronize, counted.next_is_last())
         failure: GradientError | None = None
         try:
             if not self._store.alone:
@@ -140,14 +141,14 @@ class Engine(EngineAttributes):
             with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
-            failure = window.failed = GradientError(
+            failure = GradientError(
                 f"a backward of this window failed ({type(error).__name__}: {error}); "
                 "call engine.zero_grad() to discard the window and go on"
             )
             raise
         finally:
             self._store.end_backward(failure)
-            window.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
+            counted.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1
@@ -178,27 +179,27 @@ class Engine(EngineAttributes):
         """
         self._check_alive()
         self._applied = False
-        window, store = self._window, self._store
+        counted, store = self._accumulation, self._store
         try:
             self._check_kept()
-            raw = window.has_raw(self.optimizer._core.gradients_arrived)
-            others = store.ranks_with_raw(raw) if window.alone else ()
-            due = window.due(raw, self.loss_scaling.value, others)
+            raw = counted.has_raw(self.optimizer._core.gradients_arrived)
+            others = store.ranks_with_raw(raw) if counted.alone else ()
+            due = counted.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
-            store.refused()
+            store.window.refused = True
             raise
         if not due:
-            window.not_due()
+            counted.not_due()
             return
         watch = None if self._reports is None else self._reports.stopwatch()
         self._stepping = True
-        with contextlib.ExitStack() as counted:
+        with contextlib.ExitStack() as together:
             try:
                 with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
-                    if window.boundary is None and window.backwards == 0 and not gradients:
-                        window.not_due()  # no rank had a backward, not even a loss.backward()
+                    if counted.boundary is None and counted.backwards == 0 and not gradients:
+                        counted.not_due()  # no rank had a backward, not even a loss.backward()
                         return
-                    counted.enter_context(deferred_interrupts())  # all ranks take this step, and count it
+                    together.enter_context(deferred_interrupts())  # all ranks take this step, and count it
                     self._applied = self._apply_window()
             finally:
                 self._stepping = False
@@ -206,7 +207,7 @@ class Engine(EngineAttributes):
             self._report(watch)
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            window.end_step()
+            counted.end_step()
 
     def _timing(self, part: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reports is None else self._reports.timing(part, self.global_steps)
@@ -233,7 +234,7 @@ class Engine(EngineAttributes):
         assert self._norm is not None
         overflow = not bool(torch.isfinite(self._norm))
         if overflow:
-            self.optimizer.zero_grad()
+            self.optimizer._core.zero_grad(Ended.SKIPPED)
             self.skipped_steps += 1
         scaling.update(overflow)
         if not overflow:
@@ -262,10 +263,8 @@ class Engine(EngineAttributes):
                 "configuration asks for; call engine.step()"
             )
 
-    def _end_window(self, discarded: bool = False) -> None:
-        if discarded:
-            self._window.discard()
-        self._window.begin()
+    def _window_ended(self, how: Ended) -> None:
+        self._accumulation.end(how)
         if self._reports is not None and not self._stepping:  # otherwise step() reports the losses
             self._reports.discard()
 
@@ -273,32 +272,32 @@ class Engine(EngineAttributes):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the backward that is under way, or has just ended, is the last of its window."""
-        return self._window.at_boundary()
+        return self._accumulation.at_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Declare whether the next ``step()`` applies, until declared otherwise; None: count backwards again."""
-        self._window.declare(is_boundary)
+        self._accumulation.declare(is_boundary)
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of backwards per step, which decides when ``step()`` is due."""
-        return self._window.sizes.accumulation_steps
+        return self._accumulation.sizes.accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Set the backwards per step between two windows; the micro batch stays, the train batch changes."""
-        self._window.set_accumulation_steps(steps)  # may raise
+        self._accumulation.set_accumulation_steps(steps)  # may raise
         self.optimizer.expect_backwards(steps)
 
     def train_batch_size(self) -> int:
         """Return the number of samples per step, over all ranks."""
-        return self._window.sizes.train_batch_size
+        return self._accumulation.sizes.train_batch_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the samples per step by changing the accumulation steps; the micro batch size stays."""
-        self.set_gradient_accumulation_steps(self._window.sizes.steps_for(train_batch_size))
+        self.set_gradient_accumulation_steps(self._accumulation.sizes.steps_for(train_batch_size))
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the number of samples per backward on one rank."""
-        return self._window.sizes.micro_batch_size
+        return self._accumulation.sizes.micro_batch_size
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
@@ -307,7 +306,7 @@ class Engine(EngineAttributes):
     @property
     def in_window(self) -> bool:
         """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
-        return self._window.open or self.optimizer._core.gradients_arrived > 0
+        return self._accumulation.open or self.optimizer._core.gradients_arrived > 0
 
     # -- looking --------------------------------------------------------------
 
@@ -339,7 +338,7 @@ class Engine(EngineAttributes):
     @property
     def global_samples(self) -> int:
         """Number of samples for which all ranks together have run backward."""
-        sizes = self._window.sizes
+        sizes = self._accumulation.sizes
         return self.micro_steps * sizes.micro_batch_size * sizes.world_size
 
     # -- the model ------------------------------------------------------------
@@ -383,8 +382,7 @@ class Engine(EngineAttributes):
         finally:
             if self._reports is not None:
                 self._reports.close()
-            self.optimizer._core.source.consumed()  # the parameters' .grad, too
-            self._window.begin()
+            self.optimizer._core.window.end(Ended.DISCARDED)  # with the parameters' .grad
             self.optimizer.close()
             self._store.tiles.release()
             if self._stream is not None:

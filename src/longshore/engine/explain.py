@@ -43,7 +43,7 @@ class ParameterRow:
     """One parameter: where it is stepped, and what happened to its gradients in the last window.
 
     ``owners`` are the ranks that step a shard of it, with the numbers of elements; ``arrived``, ``reduced`` and
-    ``applied`` are those of :class:`longshore.optim.core.Entry`.
+    ``applied`` are those of :class:`longshore.tiles.Entry`.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Explanation:
         table = Table("parameter", "elements", "bucket", "stepped by rank", "step", "arrived", "reduced", "applied")
         for entry in self.parameters[:_MOST_ROWS]:
             owners = ", ".join(f"{rank}: {numel:,}" for rank, numel in entry.owners)
-            reduced = "elsewhere" if entry.reduced is None else str(entry.reduced)
+            reduced = "elsewhere" if entry.reduced is None and entry.numel else str(entry.reduced or 0)
             bucket = "" if entry.bucket is None else str(entry.bucket)
             counts = (str(entry.step), str(entry.arrived), reduced, str(entry.applied))
             table.add_row(entry.name, f"{entry.numel:,}", bucket, owners, *counts)
@@ -178,7 +178,7 @@ def explain(
         bucket, owners = None, ((0, record.parameter.numel()),)
         if layout is not None:
             bucket, owners = layout.bucket_of.get(record.index), layout.owners(record.index)
-        entry = core.ledger.get(record.index)
+        entry = core.window.entries.get(record.index)
         counts = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         number = None if bucket is None else bucket.index
         numel, dtype = record.parameter.numel(), str(record.dtype)

@@ -19,6 +19,7 @@ from longshore.ranks.twin_groups import twins_of
 from longshore.store.ownership import Ownership, ReplicatedOwnership
 from longshore.store.reduction import ReductionSettings
 from longshore.store.sharded import ShardedStore
+from longshore.tiles import Window
 
 if TYPE_CHECKING:
     from longshore.stage3.fsdp import FullyShardedModel
@@ -70,7 +71,9 @@ class ShardedOffload(Offload):
                 "stage 2, or an optimizer of its own"
             )
 
-    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor], window: Window
+    ) -> ShardedStore:
         reduction = self.reduction
         waiting_numel = reduction.bucket_numel
         if self.sharded is not None:
@@ -88,7 +91,7 @@ class ShardedOffload(Offload):
             return flat(held_part(parameters[owned.parameter]))[owned.held]
 
         # Reduced gradients are float32, whatever their dtype was.
-        tiles = share.make_tiles(device, True, values_of, torch.float32)
+        tiles = share.make_tiles(device, True, values_of, window, torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
             from longshore.stage3.fully_sharded import FullySharded

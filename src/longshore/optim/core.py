@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError, debugging
+from longshore.errors import debugging
 from longshore.interrupts import deferred_interrupts
 from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
-from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
@@ -31,18 +30,7 @@ from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
 from longshore.store import Store
-from longshore.tiles import Breakage, Forecast, ParameterStep, Ranges, Recorder, annotating
-
-
-class Entry(NamedTuple):
-    """Counts of one parameter's gradients in a window."""
-
-    arrived: int
-    """Gradients that backward produced on this rank."""
-    reduced: int | None
-    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
-    applied: int
-    """Steps made with these gradients."""
+from longshore.tiles import Breakage, Ended, Entry, Forecast, ParameterStep, Ranges, Recorder, Window, annotating
 
 
 class OptimizerCore:
@@ -53,6 +41,7 @@ class OptimizerCore:
         family: the optimizer's rule.
         offload: decides where the state is.
         release_gradients: whether gradients leave for the host during backward.
+        window: its accumulation window; None: a new one.
     """
 
     def __init__(
@@ -61,6 +50,7 @@ class OptimizerCore:
         family: RuleFamily,
         offload: Offload,
         release_gradients: bool,
+        window: Window | None = None,
     ) -> None:
         family.encode_states(offload.state_format)
         # These are fixed.
@@ -68,6 +58,7 @@ class OptimizerCore:
         self.offload = offload
         self.release_gradients = release_gradients
         self.groups = groups
+        self.window = Window() if window is None else window
         # These grow with parameter groups.
         self._source: GradientSource | None = None
         self._nothing: GradientSource | None = None
@@ -85,14 +76,10 @@ class OptimizerCore:
         self.handed_out = HandedOut()
         # These change with each window.
         self._adoption = Adoption(offload.detect_writes)
-        self.clipping = Clipping()
         self._agreed: Mapping[int, Tensor | None] | None = None
         """Gradients that all ranks agreed on, in :meth:`one_agreement`."""
         self._repeated: RepeatedStep | None = None
         """What can be told of the next step, if nothing changes until then."""
-        self.ledger: dict[int, Entry] = {}
-        """Entries of the last stepped window, by parameter."""
-        self.when_discarded: Callable[[], None] = lambda: None
 
     # -- parameters -----------------------------------------------------------
 
@@ -190,7 +177,7 @@ class OptimizerCore:
         self._source.register(records)
 
     def _source_on(self, device: torch.device) -> GradientSource:
-        store = self.offload.make_store(device, self.release_gradients, self.parameters)
+        store = self.offload.make_store(device, self.release_gradients, self.parameters, self.window)
         return (ReleasedGradients if self.release_gradients else KeptGradients)(store, members_of(self))
 
     def _outdated(self) -> bool:
@@ -201,12 +188,12 @@ class OptimizerCore:
             return False
         known = [record for key, record in self.by_id.items() if key in found]
         moved = self.offload.alone and any(record.moved for record in known)
-        return not known or (moved and not self._source.produced)
+        return not known or (moved and not self.window.arrived)
 
     def _lay_out_anew(self) -> None:
         """Lay out the parameters that are in the groups now: Accelerate makes the optimizer first, then shards the
         model with FSDP2, and others move or convert the model then. If this raises, nothing was changed."""
-        fresh = OptimizerCore(self.groups, self.family, self.offload, self.release_gradients)
+        fresh = OptimizerCore(self.groups, self.family, self.offload, self.release_gradients, self.window)
         for place, group in enumerate(self.groups()):
             fresh.register(group, place)
         fresh.end_building()
@@ -234,7 +221,7 @@ class OptimizerCore:
     @property
     def gradients_arrived(self) -> int:
         """Number of gradients that hooks took to the host in this window (``release_gradients=True``)."""
-        return sum(self.source.produced.values())
+        return sum(self.window.arrived.values())
 
     @torch.no_grad()
     def window_gradients(self, *, reading: bool = False) -> Mapping[int, Tensor | None]:
@@ -281,17 +268,17 @@ class OptimizerCore:
         members = self.members()
         return [record for record in self.records if record.index in members]
 
-    def forget_window(self) -> None:
-        """Reset everything that depends on a discarded window."""
-        self.clipping.reset()
-        self.when_discarded()
+    def zero_grad(self, how: Ended = Ended.DISCARDED) -> None:
+        """End the window without a step, and set ``.grad`` to None."""
+        if self.empty:
+            self.window.end(how)
+        else:
+            self.source.zero_grad(how)
 
     def begin_load(self) -> None:
         """Prepare to write a whole state, which replaces a broken one."""
         if not self.empty and self.store.broken is not None:
-            self.store.begin_load()
-            self.source.consumed()  # a broken step loses its window; otherwise the window goes on, as in torch
-            self.forget_window()
+            self.store.begin_load()  # a broken step loses its window; otherwise the window goes on, as in torch
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[OptimizerCore]:
@@ -313,6 +300,7 @@ class OptimizerCore:
     def step(self) -> None:
         """Step every parameter that has a gradient, and publish the new values."""
         if self.empty:
+            self.window.end(Ended.STEPPED)
             return
         source, store = self.source, self.store
         store.check_usable()
@@ -322,14 +310,16 @@ class OptimizerCore:
         records = {record.index: record for record in self.records}
         with store.preparing({record.name: record.values() for record in self._present()} if debugging() else {}):
             self.take_edits()
-            scale = self.clipping.scale_for(source.fingerprint)
+            scale = self.window.scale(source.fingerprint)
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
             histories: dict[int, History] = {}
             for record, rule, history in self.planned(gradients):
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
-            entries = balance(records.values(), source.produced, steps, store)
+            entries = self.window.balance(
+                (index, each.name, store.reduced(index), int(index in steps)) for index, each in records.items()
+            )
             self._adoption.adopt(store, self._present(), steps)
             for index in steps:
                 fill_initial(records[index], store)
@@ -343,12 +333,10 @@ class OptimizerCore:
             self._adoption.published(store, records, steps)
             if first:
                 self.handed_out.came(first, self)
-            source.consumed()
-            self.clipping.reset()
             self._begun = True
 
         store.commit(steps, scale, published)
-        self.ledger = entries
+        self.window.entries = entries
         if self.handed_out.copies:
             self.handed_out.follow(self, steps.keys())
         if self._repeated is None or not self._repeated.describes(self.groups()):
@@ -367,12 +355,12 @@ class OptimizerCore:
         self.store.agree({})
         check_groups(self)
         self._name_states(self.store)
-        stepped = self._repeated.step(self.groups(), lambda: self.clipping.scale_for(self.source.fingerprint))
+        stepped = self._repeated.step(self.groups(), lambda: self.window.scale(self.source.fingerprint))
         if stepped is None:
             return False
-        self.clipping.reset()
-        self.ledger = dict.fromkeys(self.parameters, Entry(0, 0, 0))
-        self.ledger |= dict.fromkeys([record.index for record in stepped], Entry(0, 0, 1))
+        self.window.end(Ended.STEPPED)
+        entries = dict.fromkeys(self.parameters, Entry(0, 0, 0))
+        self.window.entries = entries | dict.fromkeys([record.index for record in stepped], Entry(0, 0, 1))
         return True
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
@@ -412,34 +400,12 @@ class _OptimizerForecast(Forecast):
     """Forecast of a step with the present parameter groups, without clipping; does not keep the core alive."""
 
     def __init__(self, core: OptimizerCore) -> None:
-        self._clipping = core.clipping
+        self._window = core.window
         self._core = weakref.ref(core)
 
     def scale(self) -> Scale:
-        return self._clipping.scale()
+        return self._window.unclipped
 
     def rules(self) -> Mapping[int, HostRule]:
         core = self._core()
         return {} if core is None else {record.index: rule for record, rule, _ in core.planned(core.parameters)}
-
-
-def balance(
-    records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: Store
-) -> dict[int, Entry]:
-    """Return the entry of each parameter for a window that is about to be stepped. Raises LongshoreError, before
-    anything is stepped, if a gradient was produced and would not be applied."""
-    entries = {}
-    for record in records:
-        index = record.index
-        arrived = produced.get(index, 0)
-        reduced = store.reduced(index) if index in store else 0
-        applied = int(index in stepped)
-        missing = not applied or (reduced == 0 and record.parameter.numel() > 0)
-        if arrived > 0 and missing:
-            raise LongshoreError(
-                f"parameter {record.name}: {arrived} gradients arrived in this window, {reduced} reached the step, and "
-                f"{applied} steps would be made. Nothing was stepped. This is a bug in longshore: please report it; "
-                "zero_grad() discards the window"
-            )
-        entries[index] = Entry(arrived, reduced, applied)
-    return entries

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence, Set
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable
 from longshore.optim.released import (
     elsewhere,
@@ -22,6 +21,7 @@ from longshore.optim.released import (
 )
 from longshore.optim.shards import flat, gradient_part
 from longshore.store import Store
+from longshore.tiles import Ended, Fingerprint, Seen
 
 
 class GradientSource(ABC):
@@ -30,7 +30,6 @@ class GradientSource(ABC):
     Attributes:
         members: returns the indices of the parameters that are in the optimizer's groups now. Users may take some out,
             which are then left alone, as in torch.
-        produced: number of gradients that hooks saw in this window, by parameter.
     """
 
     def __init__(self, store: Store, members: Callable[[], Set[int]]) -> None:
@@ -39,7 +38,6 @@ class GradientSource(ABC):
         self.records: dict[int, ParameterRecord] = {}
         self.replaced_by: GradientSource | None = None
         """Source of the same optimizer after parameters were moved or converted before the first step."""
-        self.produced: dict[int, int] = {}
         self.added_to: dict[int, weakref.ref[Tensor]] = {}
         """What scripts had put into ``.grad`` where a backward added to it before the sum was taken to the host."""
 
@@ -74,7 +72,7 @@ class GradientSource(ABC):
         """Forget parameters that the user took out of the groups, with their gradients."""
         for record in records:
             self.records.pop(record.index, None)
-            self.produced.pop(record.index, None)
+            self.store.window.arrived.pop(record.index, None)
         self.store.remove({record.index for record in records})
 
     def look_again(self) -> None:
@@ -108,12 +106,13 @@ class GradientSource(ABC):
                 seen[index] = Seen(record.name, weakref.ref(gradient), changes, self.added_to.get(index))
         return seen
 
-    def consumed(self) -> None:
-        """End a window that was stepped."""
-        return
+    def zero_grad(self, how: Ended) -> None:
+        """End the window without a step, with ``.grad`` set to None."""
+        self.clear_grad()
+        self.store.window.end(how)
 
-    def zero_grad(self) -> None:
-        """Discard the window, with ``.grad`` set to None."""
+    def clear_grad(self) -> None:
+        """Set ``.grad`` of the parameters to None."""
         for index in self.members() & self.records.keys():
             if not self.gave_up(index):
                 put_gradient(self.records[index], None)

@@ -17,7 +17,7 @@ from longshore.layout.tiles import default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
 from longshore.store import Store
-from longshore.tiles import Accumulate, SpeculationMemory, TierSettings, Tiles
+from longshore.tiles import Accumulate, SpeculationMemory, TierSettings, Tiles, Window
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for
 
 
@@ -206,23 +206,27 @@ class Offload:
                 raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
         return DeviceKernels(device)
 
-    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> Store:
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor], window: Window
+    ) -> Store:
         """Make the store of parameters on ``device``.
 
         Args:
             hold_gradients: whether gradients arrive during backward.
             parameters: a dictionary by index, to which later parameters will be added.
+            window: the accumulation window.
 
         Raises:
             ValueError: ``speculation_memory`` or ``accumulate`` is set, and gradients do not arrive before the step.
         """
-        return Store(self.make_tiles(device, hold_gradients, lambda index: flat(held_part(parameters[index]))))
+        return Store(self.make_tiles(device, hold_gradients, lambda index: flat(held_part(parameters[index])), window))
 
     def make_tiles(
         self,
         device: torch.device,
         hold_gradients: bool,
         values_of: Callable[[int], Tensor],
+        window: Window,
         gradient_dtype: torch.dtype | None = None,
     ) -> Tiles:
         """Make the tiles of a store. Arguments as of :meth:`make_store` and :class:`Tiles`; raises the errors of the
@@ -242,7 +246,7 @@ class Offload:
             host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
             on_device = replace(self, device="none", **host)._tier(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
-        return Tiles(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, values_of)
+        return Tiles(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, values_of, window)
 
     def _tier(self, device: torch.device, hold_gradients: bool) -> TierSettings:
         streams, kernels = self.streams_to(device), self.kernels_for(device)

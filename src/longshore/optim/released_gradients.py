@@ -38,7 +38,7 @@ from longshore.optim.released import (
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
 from longshore.store import Store
-from longshore.tiles import GRADIENT, FailedThere
+from longshore.tiles import GRADIENT, Ended, FailedThere
 
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -56,6 +56,7 @@ class ReleasedGradients(GradientSource):
 
     def __init__(self, store: Store, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
+        store.window.on_end(self._ended)
         self._number = next(_NUMBERS)
         self._unchecked = store.alone  # an engine's model was checked
         self._wrapped: ValueError | None = None
@@ -209,7 +210,7 @@ class ReleasedGradients(GradientSource):
         if has_graphs(record.device):
             gradient = gradient.clone()  # a replay may write its memory before it is copied
         self.store.arrive(index, self.found(record, gradient))
-        self.produced[index] = self.produced.get(index, 0) + 1
+        self._count(index)
         self._lifted.discard(index)
         if leaf is not record.parameter:
             leaf.grad = None
@@ -236,9 +237,9 @@ class ReleasedGradients(GradientSource):
         if on_host and not is_ours and index not in self._lifted:
             # The user discarded the gradient (None) or replaced it. The old placeholder must not stand for the gradient
             # that arrives next.
-            self.store.discard(index)
+            self.store.forget(index)
             self._placeholders.pop(index, None)
-            self.produced.pop(index, None)
+            self.store.window.arrived.pop(index, None)
             on_host = False
         return on_host, gradient
 
@@ -290,21 +291,25 @@ class ReleasedGradients(GradientSource):
                 self.watch([record])
                 found[index] = self.store.arrive(index, flat_gradient, by_hook=False)
                 if found[index] is None:
-                    self.produced[index] = self.produced.get(index, 0) + 1
+                    self._count(index)
                     put_gradient(record, self._placeholder(record))
         return found
 
-    def consumed(self) -> None:
-        for each in (self.produced, self.added_to, self._lifted, self._entered, self._placeholders):
+    def _count(self, index: int) -> None:
+        arrived = self.store.window.arrived
+        arrived[index] = arrived.get(index, 0) + 1
+
+    def _ended(self, how: Ended) -> None:
+        if how is not Ended.STEPPED:
+            members = self.members()
+            self._lost.update((index, each) for index, each in self._placeholders.items() if index not in members)
+        for each in (self.added_to, self._lifted, self._entered, self._placeholders):
             each.clear()
         self._taken = None
-        super().zero_grad()
+        self.clear_grad()
 
-    def zero_grad(self) -> None:
-        self.store.discard()
-        members = self.members()
-        self._lost.update((index, each) for index, each in self._placeholders.items() if index not in members)
-        self.consumed()
+    def zero_grad(self, how: Ended) -> None:
+        self.store.discard(how)
 
     def remove_hooks(self) -> None:
         self._finalizer()
@@ -342,7 +347,7 @@ def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None
         f"a gradient was not taken during backward: {reason} (zero_grad() discards this window, and training can go on)"
     )
     error.__cause__ = FailedThere("".join(traceback.format_exception(failure)))
-    source.store.fail(error)
+    source.store.window.fail(error)
 
 
 def released_gradient(parameter: Tensor) -> Tensor | None:

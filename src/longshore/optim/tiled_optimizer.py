@@ -13,17 +13,18 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from longshore.errors import LongshoreError
-from longshore.optim.clipping import check_clipping, gradient_norm
+from longshore.kernels import Scale, block_sums_on, total_of_blocks
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload
 from longshore.optim.other_words import check_not_replaced
 from longshore.optim.parameters import group_members, names_of
-from longshore.optim.shards import present
+from longshore.optim.shards import over_ranks, present
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.ranks import on_made
-from longshore.tiles import SpeculationRecord
+from longshore.store import Store
+from longshore.tiles import Ended, SpeculationRecord
 
 
 def _remove_hooks(reference: weakref.ref[OptimizerCore]) -> None:
@@ -140,8 +141,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         if set_to_none:
             with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch's
-                if not self._core.empty:
-                    self._core.source.zero_grad()
+                self._core.zero_grad()
         elif self._core.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
@@ -149,7 +149,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             )
         else:
             super().zero_grad(set_to_none=False)
-        self._core.forget_window()
+            self._core.window.end(Ended.DISCARDED)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -159,9 +159,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         Squares are added in float64 and the root is rounded once.
         """
         core, gradients = self._core, self._core.window_gradients()
-        scale = core.clipping.scale_for(core.source.fingerprint)
+        scale = core.window.scale(core.source.fingerprint)
         shards = {record.index: record.parameter for record in core.records if record.keeps_shard}
-        return gradient_norm(core.store, gradients, scale, shards)
+        return _gradient_norm(core.store, gradients, scale, shards)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -177,13 +177,13 @@ class TiledOptimizer(torch.optim.Optimizer):
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             LongshoreError: the window is clipped already.
         """
-        check_clipping(max_norm, norm_type)
+        _check_clipping(max_norm, norm_type)
         norm = self.grad_norm()
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
             )
-        self._core.clipping.clip(norm, float(max_norm), self._core.source.fingerprint())
+        self._core.window.clip(norm, float(max_norm), self._core.source.fingerprint())
         return norm
 
     def set_loss_scale(self, loss_scale: float, *, is_dynamic: bool = False, overflowed: bool = False) -> None:
@@ -198,25 +198,25 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         if not 0.0 < loss_scale < math.inf:
             raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
-        clipping = self._core.clipping
-        clipping.loss_scale, clipping.is_dynamic, clipping.overflowed = float(loss_scale), is_dynamic, overflowed
+        window = self._core.window
+        window.loss_scale, window.is_dynamic, window.overflowed = float(loss_scale), is_dynamic, overflowed
 
     @property
     def loss_scale(self) -> float:
         """Factor by which losses are multiplied; 1.0 without loss scaling."""
-        return self._core.clipping.loss_scale
+        return self._core.window.loss_scale
 
     cur_scale = loss_scale  # DeepSpeed's optimizers have both names
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether an engine changes the loss scale after overflows."""
-        return self._core.clipping.is_dynamic
+        return self._core.window.is_dynamic
 
     @property
     def overflow(self) -> bool:
         """Whether the engine skipped its last step because of gradients that were not finite."""
-        return self._core.clipping.overflowed
+        return self._core.window.overflowed
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -328,10 +328,10 @@ class TiledOptimizer(torch.optim.Optimizer):
                 "the optimizer of an engine cannot be copied or pickled: its state is spread over ranks, which have to "
                 "act together. Use engine.save_checkpoint(), or copy its state_dict()"
             )
-        clipping = core.clipping
+        window = core.window
         if core._source is not None:
             core.store.check_usable()
-            if clipping.scale_for(core.source.fingerprint) != clipping.scale():
+            if window.scale(core.source.fingerprint) != window.unclipped:
                 raise LongshoreError(
                     "optimizer.clip_grad_norm_() has clipped the gradients of this window, which are not copied: copy "
                     "or pickle the optimizer after step() or zero_grad()"
@@ -344,7 +344,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             "family": core.family,
             "offload": core.offload,
             "release_gradients": core.release_gradients,
-            "loss_scale": clipping.loss_scale,
+            "loss_scale": window.loss_scale,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -356,7 +356,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         for parameter, name in state.get("names", ()):  # a parameter keeps its name when it is moved
             core.by_id[id(parameter)].rename(name, core.offload)
         core.end_building()
-        core.clipping.loss_scale = state["loss_scale"]
+        core.window.loss_scale = state["loss_scale"]
         for key, entries in state["state"].items():
             if record := core.by_id.get(id(key)):
                 write_state(record, core, checked_state(record, entries))
@@ -401,3 +401,48 @@ class TiledOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Wait for work under way, remove the hooks, and end the threads."""
         self._core.close()
+
+
+def _block_sums_on_device(gradients: Mapping[int, Tensor], scale: Scale) -> dict[int, list[float]]:
+    """Return sums of squares of the blocks of gradients, all on one device, by parameter. The host waits once."""
+    if not gradients:
+        return {}
+    device = next(iter(gradients.values())).device
+    sums = block_sums_on(device)([[gradient.contiguous()] for gradient in gradients.values()], scale)
+    return dict(zip(gradients, sums, strict=True))
+
+
+def _gradient_norm(
+    store: Store, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
+) -> Tensor:
+    """Return the 2-norm over all gradients; squares are added in float64, and the root is rounded to float32 once.
+
+    Gradients are measured where they are: on the host, or on a device, so that they are not copied twice. ``shards``
+    has the parameters whose other shards are on other ranks; if there are any, all ranks have to call this function.
+    """
+    on_device = {
+        parameter: gradient
+        for parameter, gradient in gradients.items()
+        if gradient is not None and gradient.device.type != "cpu" and store.tiles.streams.staged
+    }
+    blocks = _block_sums_on_device(on_device, scale)
+    others = {parameter: gradient for parameter, gradient in gradients.items() if parameter not in on_device}
+    total = total_of_blocks(sums for parameter, sums in blocks.items() if parameter not in shards)
+    total += store.sum_of_squares({each: gradient for each, gradient in others.items() if each not in shards}, scale)
+    elsewhere = {each: total_of_blocks([sums]) for each, sums in blocks.items() if each in shards}
+    elsewhere.update((each, store.sum_of_squares({each: others[each]}, scale)) for each in others if each in shards)
+    total += over_ranks(shards, elsewhere) if elsewhere else 0.0
+    return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")
+
+
+def _check_clipping(max_norm: Any, norm_type: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for arguments of ``clip_grad_norm_`` that it does not take."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float, Tensor)):
+        raise TypeError(
+            "clip_grad_norm_ takes max_norm, a number, and knows its own parameters; it got a "
+            f"{type(max_norm).__name__} (torch's function is clip_grad_norm_(parameters, max_norm))"
+        )
+    if norm_type != 2.0:
+        raise ValueError(f"clip_grad_norm_ clips the 2-norm, not norm_type={norm_type}")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, and is {max_norm}")

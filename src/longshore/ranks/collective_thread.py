@@ -225,7 +225,7 @@ class CollectiveThread:
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
+        ``window`` is :attr:`Epoch.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
         need not find the others: if one of them is at another action, the result is False, and that rank waits for the
         next meeting.
 

@@ -103,6 +103,34 @@ class Uncounted:
     windows: int = 0
 
 
+class Epoch:
+    """The window of this rank, as one of all that the ranks stepped or gave up.
+
+    Attributes:
+        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
+            its window counts it at once and tells the others. They count it when they are told, and do not count it
+            again when they discard their part of that window. Otherwise a rank that is told in a forward and one that
+            is told in ``step()`` would never meet again.
+        told: whether another rank gave up a window that this rank has not discarded yet.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.told = False
+
+    def hear(self, number: int) -> None:
+        """Note that another rank gave up its window and has been at window ``number`` since."""
+        if number > self.number:
+            self.number, self.told = number, True
+
+    def give_up(self) -> bool:
+        """Give up the window of this rank, and return whether the others have to be told."""
+        if self.told:
+            return False
+        self.number += 1
+        return True
+
+
 @dataclass(eq=False)
 class Meeting:
     """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages."""

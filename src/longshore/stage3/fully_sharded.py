@@ -27,11 +27,10 @@ from longshore.errors import GradientError, LongshoreError
 from longshore.layout.divisions import Bucket, Grid
 from longshore.layout.layout import Layout
 from longshore.ranks.collective_thread import CollectiveThread
-from longshore.ranks.meeting import Action
+from longshore.ranks.meeting import Action, Epoch
 from longshore.ranks.shared_memory import SharedBlock, SharedMemory
 from longshore.ranks.twin_groups import Twins, twin_of, twins_of
 from longshore.stage3.fsdp import CopiesOfShards, FullyShardedModel
-from longshore.store.agreement import WindowStatus
 from longshore.store.ownership import Ownership
 
 _LOOK_S = 1.0
@@ -68,7 +67,7 @@ class FullySharded(Ownership):
             assert collectives.groups is not None
             groups = twins_of(collectives.groups.data, device, ranks=grid.data_ranks)
             self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1, within=collectives)
-        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.window, collectives)
+        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.epoch, collectives)
         self._gathers_with_all = model.grid.shards == collectives.world_size
         if self._gathers_with_all:
             # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
@@ -124,8 +123,9 @@ class FullySharded(Ownership):
                     "these have to run the same backwards on the same data"
                 )
 
-    def interrupted(self, trains: bool) -> None:
+    def interrupted(self, trains: bool) -> bool:
         self.give_up()  # the others may wait in the model
+        return False
 
     def give_up(self) -> None:
         self._gathers.interrupted()
@@ -145,7 +145,7 @@ class FullySharded(Ownership):
         # The next meeting would be too late: with tensor parallelism, this rank waits for the others in its next
         # forward, and they for this one in step(); other replicas may wait for this rank in zero_grad(), and this one
         # for them in a collective of the script. Each rank comes to one meeting to tell, or is told in it.
-        number, collectives = self.window.number, self.collectives
+        number, collectives = self.epoch.number, self.collectives
         if number != self._left_at:
             self._left_at = number
             collectives.leave(number, unless_told=True)
@@ -188,7 +188,7 @@ class GatherMeetings:
         group: Any,
         device: torch.device,
         names: Sequence[str],
-        window: WindowStatus,
+        epoch: Epoch,
         within: CollectiveThread | None = None,
     ) -> None:
         # Meetings go over gloo: with a device's own backend each would wait for the device.
@@ -196,7 +196,7 @@ class GatherMeetings:
         twins = Twins(twin, twin)
         self._collectives = CollectiveThread(twins, torch.device("cpu"), limit_bytes=1, modules=names, within=within)
         self.uncounted = self._collectives.uncounted
-        self._window = window
+        self._epoch = epoch
         self._underway: GatherWork | None = None
         self.shared = SharedMemory(self._collectives.rank, self._collectives.rows)
         self._closing = threading.Event()
@@ -207,13 +207,13 @@ class GatherMeetings:
         """Wait until all ranks are at this action; raise the errors of :meth:`CollectiveThread.meet`."""
         self._finish_underway()
         # This runs in the thread that waits for the result: waking two more threads would take as long as the meeting.
-        self._finish(self._collectives.begin(action, 0, self._window.number))
+        self._finish(self._collectives.begin(action, 0, self._epoch.number))
 
     def _finish(self, meeting: Any) -> None:
         try:
             self._collectives.finish(meeting)
         except GradientError:
-            self._window.hear(self._collectives.given_up)
+            self._epoch.hear(self._collectives.given_up)
             raise
 
     def gather(self, module: int, output: Tensor | None, block: SharedBlock | None) -> GatherWork:
@@ -225,7 +225,7 @@ class GatherMeetings:
         """
         self._finish_underway()
         said = self.shared.come(block)
-        window = self._window.number
+        window = self._epoch.number
         meeting = self._collectives.begin(Action.GATHER, module, window, said)
 
         def finish() -> None:
@@ -242,7 +242,7 @@ class GatherMeetings:
                 output.set_(output.clone())  # pyright: ignore
             self._collectives.data.complete(output.view(self._collectives.world_size, -1).view(torch.uint8))
 
-        self._underway = GatherWork(finish, lambda: self._window.number == window)
+        self._underway = GatherWork(finish, lambda: self._epoch.number == window)
         return self._underway
 
     def began(self, group: Any, work: Any, device: torch.device) -> dist.Work:
@@ -273,10 +273,10 @@ class GatherMeetings:
         self.shared.stand_apart()
         with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()
-        if self._window.give_up():
+        if self._epoch.give_up():
             # The others are told now, and not at the next meeting: before that, this rank waits for gradients of a
             # backward in which the others wait to gather with it.
-            meeting = self._collectives.begin(Action.LEAVE, 0, self._window.number)
+            meeting = self._collectives.begin(Action.LEAVE, 0, self._epoch.number)
 
             def finish() -> None:
                 self._underway = None

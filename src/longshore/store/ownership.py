@@ -14,8 +14,8 @@ from longshore.layout.divisions import Bucket
 from longshore.layout.layout import Layout
 from longshore.layout.tiles import Range
 from longshore.ranks.collective_thread import CollectiveThread
-from longshore.ranks.meeting import Action
-from longshore.store.agreement import WindowStatus, as_flags, as_words
+from longshore.ranks.meeting import Action, Epoch
+from longshore.store.agreement import as_flags, as_words
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
@@ -64,7 +64,7 @@ class Ownership:
     Attributes:
         replicates: whether every rank has all of each parameter on its device.
         averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
-        window: status of this rank's window.
+        epoch: number of this rank's window.
         layout: of all parameters; replaced where some are added.
     """
 
@@ -74,7 +74,7 @@ class Ownership:
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.layout = layout
-        self.window = WindowStatus()
+        self.epoch = Epoch()
         on_cpu = collectives.data.device.type == "cpu"
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
 
@@ -97,9 +97,10 @@ class Ownership:
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
         """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: what each used."""
 
-    def interrupted(self, trains: bool) -> None:
-        """Note that a forward raised, after which the window may still go on. ``trains``: not for evaluation."""
-        self.window.interrupted = self.window.interrupted or trains
+    def interrupted(self, trains: bool) -> bool:
+        """Return whether the others have to know that a forward raised, if this rank discards the window, which may
+        also go on. ``trains``: not for evaluation."""
+        return trains
 
     def backward_failed(self) -> None:
         """Note that a backward raised, with which this rank gives up the window."""
@@ -111,11 +112,11 @@ class Ownership:
         They are told at once. One of them may be in :meth:`ShardedStore.discard`, where it waits for this rank, which
         may wait for that one in a collective of the script.
         """
-        if self.collectives.given_up > self.window.number:
-            self.window.number = self.collectives.given_up  # another rank told this one, and went on that far
+        if self.collectives.given_up > self.epoch.number:
+            self.epoch.number = self.collectives.given_up  # another rank told this one, and went on that far
         else:
-            self.window.give_up()
-            self.collectives.leave(self.window.number)
+            self.epoch.give_up()
+            self.collectives.leave(self.epoch.number)
 
     def discarded(self) -> None:
         """Count a window that this rank discarded: so it knows whether one that another rank gave up is a later one."""
@@ -170,7 +171,7 @@ class Ownership:
             padded[: part.numel()] = part
 
         def collect() -> list[Tensor]:
-            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.window.number)
+            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.epoch.number)
             outgoing = self.collectives.data.outgoing(padded.nbytes)
             outgoing.memory.copy_(padded.view(torch.uint8))
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.data.gather(outgoing)]

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import GradientError
 from longshore.layout.divisions import Bucket
 from longshore.ranks.meeting import Action
 from longshore.store.agreement import Statement, agreement_of
 from longshore.store.ownership import Ownership
 from longshore.store.reduction import ReductionSettings, reduce_shard
-from longshore.tiles import Tiles
+from longshore.tiles import Ended, Tiles
 
 
 class PendingGradients:
@@ -137,6 +136,11 @@ class LocalGradients:
     """Gradients of this rank in a window; their means over the ranks arrive in ``tiles``, by owned range.
 
     Several autograd threads may call :meth:`arrive` at once. Reductions run on the collective thread.
+
+    Attributes:
+        backwards: how many backwards began in this window; ``rounds`` of them reduce their gradients at once.
+        arrivals: how many gradients arrived on this rank, by parameter.
+        settled: how many agreements reduced gradients that were kept until then.
     """
 
     def __init__(self, tiles: Tiles, ownership: Ownership, settings: ReductionSettings) -> None:
@@ -144,7 +148,7 @@ class LocalGradients:
         self._tiles = tiles
         self._ownership = ownership
         self._collectives = ownership.collectives
-        self._window = ownership.window
+        self._epoch = ownership.epoch
         self._settings = settings
         self._lock = threading.RLock()
         self._raw_backward: tuple[int, weakref.ref[Any]] | None = None
@@ -153,11 +157,17 @@ class LocalGradients:
         # This is planned anew at each agreement.
         self.order: list[int] = []
         """Indices of buckets in the order of launches, the same on all ranks."""
+        self._usual_backwards = 0
+        """How many backwards the last stepped window had."""
         self.begin()
+        tiles.window.on_end(self._ended)
 
     def begin(self) -> None:
         """Begin a new window."""
-        self._window.begin()
+        self.backwards = 0
+        self.rounds = 0
+        self.settled = 0
+        self.arrivals: dict[int, int] = {}
         self._in_rounds: set[int] = set()
         self._deferred: list[PendingGradients] = []
         self._deferred_open = False
@@ -173,6 +183,11 @@ class LocalGradients:
         self._streams: set[Any] = set()
         """Streams of the device on which gradients arrived."""
 
+    def _ended(self, how: Ended) -> None:
+        if how is Ended.STEPPED:
+            self._usual_backwards = self.backwards
+        self.begin()
+
     def marks(self) -> Any:
         """Return how far each stream is that had gradients in this window; see :meth:`CopyStreams.marks`."""
         with self._lock:
@@ -183,7 +198,7 @@ class LocalGradients:
     def begin_backward(self, reduce: bool, last: bool) -> None:
         """Begin a backward. ``reduce``: whether its gradients are reduced; ``last``: whether it is the window's last,
         as far as known."""
-        self._window.backwards += 1
+        self.backwards += 1
         self._unsynchronized = not reduce
         if reduce and self._settings.each_backward:
             self._begin_round()
@@ -193,12 +208,12 @@ class LocalGradients:
     def _begin_round(self) -> None:
         """Queue the meeting that opens the backward's round, and the reduction of gradients kept before it."""
         with self._lock:
-            self._window.rounds += 1
-            current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
+            self.rounds += 1
+            current = self._round = Round(self.rounds, self._ordered(), self._launch, self._settings.early)
             pending = self.take()[1]
         ready = self.marks()
         # Read now: the one changes when another rank gives up, the other as the buckets do.
-        window, layout = self._window.number, self._ownership.layout
+        window, layout = self._epoch.number, self._ownership.layout
 
         def meet() -> None:
             said = Statement([bool(some.summed) for some in pending], layout=layout.checksum)
@@ -217,7 +232,7 @@ class LocalGradients:
             self._settings.early
             and self._closing is None
             and not self._taken
-            and self._window.backwards >= self._window.usual_backwards
+            and self.backwards >= self._usual_backwards
         )
 
     def _begin_closing_round(self) -> None:
@@ -231,7 +246,7 @@ class LocalGradients:
                 self._launch(current, bucket, kept.lend(bucket.parameters))
 
             closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
-            window, layout = self._window.number, self._ownership.layout  # read now, as in _begin_round()
+            window, layout = self._epoch.number, self._ownership.layout  # read now, as in _begin_round()
 
         def meet() -> None:
             said = Statement([sums], layout=layout.checksum)
@@ -306,7 +321,7 @@ class LocalGradients:
     def arrive(self, parameter: int, gradient: Tensor, by_hook: bool) -> None:
         """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
-            self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
+            self.arrivals[parameter] = self.arrivals.get(parameter, 0) + 1
             self._streams.add(self._tiles.streams.stream())
             bucket = self._ownership.layout.bucket_of.get(parameter)
             if bucket is None:
@@ -357,20 +372,14 @@ class LocalGradients:
         self._raw_backward = task, weakref.ref(separate)
         torch.autograd.Variable._execution_engine.queue_callback(separate)  # pyright: ignore
 
-    def forget(self, parameter: int) -> None:
-        """Drop the parameter's gradient, which the user discarded."""
+    def forget(self, parameter: int) -> bool:
+        """Drop the parameter's gradient, which the user discarded. Return whether it was reduced by then with those of
+        the other ranks, so that the window is lost."""
         with self._lock:
-            self._window.arrivals.pop(parameter, None)
+            self.arrivals.pop(parameter, None)
             for pending in self._deferred:
                 pending.forget(parameter)
-            if parameter in self._in_rounds:
-                self._window.fail(
-                    GradientError(
-                        "a gradient was taken out of .grad (set to None or replaced, as model.zero_grad() does) after "
-                        "it had been reduced with those of the other ranks; discard the whole window with "
-                        "engine.zero_grad()"
-                    )
-                )
+            return parameter in self._in_rounds
 
     def take(self) -> tuple[Round | None, list[PendingGradients]]:
         """Remove and return the round of the last backward, if there was one, and the kept gradients: one entry for

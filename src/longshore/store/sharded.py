@@ -26,6 +26,7 @@ from longshore.store.rounds import LocalGradients
 from longshore.store.store import Store
 from longshore.tiles import (
     Breakage,
+    Ended,
     Forecast,
     Matrix,
     ParameterStep,
@@ -49,7 +50,7 @@ class ShardedStore(Store):
         super().__init__(tiles)
         self.ownership, self.collectives = ownership, ownership.collectives
         self._settings = settings
-        self.window = ownership.window
+        self.epoch = ownership.epoch
         self._gradients = LocalGradients(tiles, ownership, settings)
         self._broken: Breakage | None = None
         """Why a step that all ranks had agreed on ended half way, on this rank or another one."""
@@ -102,9 +103,8 @@ class ShardedStore(Store):
 
     def _check_not_over(self) -> None:
         """Raise the failure of a window that the other ranks are not in any more: none of them comes to a meeting."""
-        window = self.window
-        if window.failure is not None and (window.given_up or self.collectives.given_up > window.number):
-            raise window.failure
+        if self.window.gave_up or self.collectives.given_up > self.epoch.number:
+            self.window.check()
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
         self.check_usable()
@@ -113,17 +113,15 @@ class ShardedStore(Store):
             self.ownership.into_backward()
         self._gradients.begin_backward(reduce, last)
 
-    def fail(self, failure: BaseException) -> None:
-        self.window.fail(failure)
-
     def end_backward(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self.window.fail(failure)
         # If the backward failed, its round still takes place: the others are in it.
-        self.window.fail(failure)
         self._gradients.end_backward()
         if failure is not None:
             # At once: the others may wait for this rank, in the middle of this backward or in step().
             self.ownership.backward_failed()
-            self.window.given_up = True
+            self.window.gave_up = True
 
     def foresee(self, forecast: Forecast) -> None:
         self.tiles.foresee(OwnedForecast(forecast, self.ownership))
@@ -138,19 +136,24 @@ class ShardedStore(Store):
         return None
 
     def interrupted(self, trains: bool) -> None:
-        self.ownership.interrupted(trains)
+        if self.ownership.interrupted(trains):
+            self.window.interrupted = True
 
     def arrivals(self, parameter: int) -> int:
-        return self.window.arrivals.get(parameter, 0)
+        return self._gradients.arrivals.get(parameter, 0)
 
-    def reduced(self, parameter: int) -> int | None:
-        return min((self.tiles.reduced(each.key) for each in self.owned(parameter)), default=None)
-
-    def discard(self, parameter: int | None = None) -> None:
+    def forget(self, parameter: int) -> None:
         self.check_usable()
-        if parameter is not None:
-            self._gradients.forget(parameter)
-            return
+        if self._gradients.forget(parameter):
+            self.window.fail(
+                GradientError(
+                    "a gradient was taken out of .grad (set to None or replaced, as model.zero_grad() does) after it "
+                    "had been reduced with those of the other ranks; discard the whole window with engine.zero_grad()"
+                )
+            )
+
+    def discard(self, how: Ended = Ended.DISCARDED) -> None:
+        self.check_usable()
         told = False
         try:
             self.collectives.drain()  # a round that is still to take place belongs to this window, not to the next
@@ -158,28 +161,25 @@ class ShardedStore(Store):
             told = True  # another rank gave up the same window
         finally:
             # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
-            window, collectives = self.window, self.collectives
-            lost, collectives.differed = window.lost or collectives.differed, False
-            if lost and not window.given_up:
+            window, epoch, collectives = self.window, self.epoch, self.collectives
+            lost, collectives.differed = window.lost or epoch.told or collectives.differed, False
+            if lost and not window.gave_up:
                 self.ownership.give_up()
             elif not lost and told:
-                window.number = max(window.number, collectives.given_up)
+                epoch.number = max(epoch.number, collectives.given_up)
             self.ownership.discarded()
-            self.window.told = False  # failures from now on belong to another window
+            epoch.told = False  # failures from now on belong to another window
             self.tiles.discard()
-            self._gradients.begin()
+            window.end(how)
 
     # -- the end of a window --------------------------------------------------
 
     def ranks_with_raw(self, raw: bool) -> Sequence[int]:
         self.ownership.outside_of_the_model(Action.ALONE)
-        window, said = self.window.number, [int(raw)]
+        window, said = self.epoch.number, [int(raw)]
         rows = self.collectives.run(lambda: self.collectives.tell(Action.ALONE, 0, window, said))
         assert rows is not None
         return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
-
-    def refused(self) -> None:
-        self.window.refused = True
 
     def check_handles(self) -> None:
         self.ownership.check_handles()
@@ -191,39 +191,39 @@ class ShardedStore(Store):
         self._check_not_over()
         if not reading:
             self.ownership.check_outside_of_gather(Action.STEP)
-        window = self.window
-        failure = window.failure or failure
-        closing, kept = self._gradients.take()
-        layout, order = self.layout, self._gradients.planned_order()
+        window, local = self.window, self._gradients
+        closing, kept = local.take()
+        layout, order = self.layout, local.planned_order()
         parameters = list(layout.specs)
-        backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
-        ready, reduced = self._gradients.marks(), window.rounds + window.settled
+        backwards, used = local.backwards, [parameter in local.arrivals for parameter in parameters]
+        ready, reduced = local.marks(), local.rounds + local.settled
 
         def settle() -> list[int]:
             early = closing is not None and closing.reduced_all_of(kept)
-            sums, failed = [bool(some.summed) for some in kept], failure is not None
+            sums, failed = [bool(some.summed) for some in kept], window.failed or failure is not None
             said = Statement(sums, failed, backwards, order, used, early, layout.checksum, reduced)
-            rows = self.collectives.tell(Action.STEP, 0, window.number, said.numbers())
+            rows = self.collectives.tell(Action.STEP, 0, self.epoch.number, said.numbers())
             assert rows is not None
             agreed = agreement_of(rows, said)
+            window.check()  # first: what failed in its backwards is the cause
             agreed.check(self.collectives.rank, failure, GradientError)
             agreed.check_reduced()
             self.ownership.check_used(parameters, agreed.used_by_rank)
             if debugging():
                 agreed.check_backwards()
-            self._gradients.order = list(agreed.order)
+            local.order = list(agreed.order)
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
-            window.settled += bool(active)
+            local.settled += bool(active)
             if not agreed.early:
                 if closing is not None:
                     self.tiles.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in layout.buckets if each.parameters & wanted]
-                self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)
+                local.reduce_pending(kept, agreed.deferred, buckets, ready)
             return active
 
         try:
-            self.ownership.outside_of_the_model(Action.STEP, failure is not None)
+            self.ownership.outside_of_the_model(Action.STEP, window.failed or failure is not None)
             return dict.fromkeys(self.collectives.run(settle), None)
         except BaseException as error:
             window.fail(error)
@@ -245,7 +245,7 @@ class ShardedStore(Store):
             self._meet(Action.COMMIT, REFUSED)
 
     def _meet(self, action: Action, number: int) -> None:
-        self.collectives.run(lambda: self.collectives.meet(action, number, self.window.number))
+        self.collectives.run(lambda: self.collectives.meet(action, number, self.epoch.number))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         counted: dict[int, Tensor | None] = {}
@@ -299,9 +299,9 @@ class ShardedStore(Store):
             raise
         finally:
             failure = None  # its traceback has this frame: a cycle, with the store in it
-        self.several = self.several or max(self.window.arrivals.values(), default=0) > 1
-        self.window.stepped()
-        self._gradients.begin()
+        self.several = self.several or max(self._gradients.arrivals.values(), default=0) > 1
+        self.epoch.number += 1
+        self.window.end(Ended.STEPPED)
 
     def _exchange_of(self, steps: Mapping[int, ParameterStep]) -> RankExchange | None:
         """Return what brings the matrices of a step together; if this rank's device has no memory for that, no rank
@@ -364,7 +364,7 @@ class ShardedStore(Store):
         self._before_writing()
         self.tiles.begin_load()
         self.broken = None
-        self._gradients.begin()
+        self.window.end(Ended.DISCARDED)
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longshore.kernels import Scale
 from longshore.layout.tiles import Range, Spec
-from longshore.tiles import Breakage, Forecast, ParameterStep, Recorder, Tiles
+from longshore.tiles import Breakage, Ended, Forecast, ParameterStep, Recorder, Tiles
 
 
 class Store:
@@ -23,6 +23,7 @@ class Store:
     Attributes:
         alone: whether this process has all of the state.
         tiles: tiles of the ranges that this process steps, by their keys.
+        window: the accumulation window, which :meth:`discard`, :meth:`commit` and :meth:`begin_load` end.
         several: whether a window that several ranks stepped, in this run or in one from which it goes on, had several
             gradients of one parameter.
     """
@@ -31,6 +32,7 @@ class Store:
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
+        self.window = tiles.window
         self.several = False
         self._numels: dict[int, int] = {}
 
@@ -76,13 +78,11 @@ class Store:
         return
 
     def end_backward(self, failure: BaseException | None) -> None:
-        """End the backward that began; ``failure`` is the error that it raised, if any."""
+        """End the backward that began; ``failure`` is the error that it raised, if any: it ends the window, and every
+        rank is told of it."""
         if failure is not None:
-            self.fail(failure)
-
-    def fail(self, failure: BaseException) -> None:
-        """Mark the window as failed; the first failure counts, and every rank is told of it in the step."""
-        self.tiles.fail(failure)
+            self.window.fail(failure)
+            self.window.gave_up = True
 
     def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
         """Take one more gradient of ``parameter`` (flat, on the device) into the window; the caller may drop it.
@@ -103,12 +103,19 @@ class Store:
         return self.tiles.arrivals(parameter)
 
     def reduced(self, parameter: int) -> int | None:
-        """Return how many gradients of ``parameter``, reduced over ranks, are here; None if it is not stepped here."""
-        return self.tiles.reduced(parameter)
+        """Return how many gradients of ``parameter``, reduced over ranks, are here; None if no element is stepped
+        here."""
+        ranges = self.owned(parameter) if parameter in self else ()
+        return min((self.tiles.reduced(each.key) for each in ranges), default=None)
 
-    def discard(self, parameter: int | None = None) -> None:
-        """Drop the gradients of the window, or of one parameter; no state changes."""
+    def forget(self, parameter: int) -> None:
+        """Drop the gradients of one parameter; no state changes."""
         self.tiles.discard(parameter)
+
+    def discard(self, how: Ended = Ended.DISCARDED) -> None:
+        """Drop all gradients, and end the window; no state changes."""
+        self.tiles.discard()
+        self.window.end(how)
 
     def foresee(self, forecast: Forecast) -> None:
         """Set the forecast of the next commit, for tiles that are stepped ahead of it."""
@@ -125,11 +132,6 @@ class Store:
         if this process is alone."""
         return ()
 
-    def refused(self) -> None:
-        """Note that this rank raised an error before it met the others for a step. If it discards the window, they are
-        told; it may also mend the cause, and step."""
-        return
-
     def check_handles(self) -> None:
         """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
         return
@@ -142,7 +144,8 @@ class Store:
         If one rank passes the ``failure`` that it had while finding them, all ranks raise. ``reading``: no step
         follows, so that parameters may be whole meanwhile.
         """
-        self.tiles.check_complete()
+        self.check_usable()
+        self.window.check()
         try:
             if failure is not None:
                 raise failure
@@ -173,7 +176,12 @@ class Store:
             GradientError: the window is incomplete; nothing was stepped.
             BrokenStateError: this or an earlier commit failed half way.
         """
-        self.tiles.commit(steps, scale, then)
+
+        def committed() -> None:
+            then()
+            self.window.end(Ended.STEPPED)
+
+        self.tiles.commit(steps, scale, committed)
 
     # -- state ----------------------------------------------------------------
 
@@ -196,6 +204,7 @@ class Store:
     def begin_load(self) -> None:
         """Discard the window and reset ``broken``, because whole states are about to be written."""
         self.tiles.begin_load()
+        self.window.end(Ended.DISCARDED)
 
     def _before_writing(self) -> None:
         """Prepare to write state; called before any of it is written."""

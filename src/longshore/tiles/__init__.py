@@ -10,6 +10,7 @@ from longshore.tiles.steps import GRADIENT, MASTER, Breakage, FailedThere, Forec
 from longshore.tiles.tier import Tier, TierSettings
 from longshore.tiles.tile import TileState
 from longshore.tiles.tiles import Tiles
+from longshore.tiles.window import Ended, Entry, Fingerprint, Seen, Window
 
 __all__ = [
     "GRADIENT",
@@ -18,7 +19,10 @@ __all__ = [
     "NO_RECORDER",
     "Accumulate",
     "Breakage",
+    "Ended",
+    "Entry",
     "FailedThere",
+    "Fingerprint",
     "Forecast",
     "LocalExchange",
     "Matrix",
@@ -27,6 +31,7 @@ __all__ = [
     "Ranges",
     "Recorder",
     "RepeatedCommit",
+    "Seen",
     "SpeculationMemory",
     "SpeculationRecord",
     "StateSnapshot",
@@ -34,6 +39,7 @@ __all__ = [
     "TierSettings",
     "TileState",
     "Tiles",
+    "Window",
     "annotating",
     "broken_state_error",
     "memory_for_speculation",

@@ -6,7 +6,6 @@ They know elements under a number, the key of a range, as flat tensors; stores k
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import warnings
@@ -37,6 +36,7 @@ from longshore.tiles.steps import (
 )
 from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
+from longshore.tiles.window import Window
 
 
 class Tiles:
@@ -53,6 +53,7 @@ class Tiles:
         ratio: share of the elements, apart from matrices, whose state is kept by the tier of ``settings``.
         values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
             master where it is stepped in place.
+        window: is told if a gradient does not arrive; None: one of its own.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Tiles:
         on_device: TierSettings | None = None,
         ratio: float = 1.0,
         values_of: Callable[[int], Tensor] | None = None,
+        window: Window | None = None,
     ) -> None:
         # Fixed.
+        self.window = Window() if window is None else window
         self._settings = settings
         self._gradient_dtype = gradient_dtype
         self._ratio = ratio
@@ -87,8 +90,6 @@ class Tiles:
         self._owner_pid = os.getpid()
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
-        self._failure: BaseException | None = None
-        """The error because of which the window cannot be stepped."""
 
     def __iter__(self) -> Iterator[Tile]:
         return iter(self.tiles)
@@ -241,33 +242,13 @@ class Tiles:
         """Return how many gradients of ``parameter`` each of its tiles has: the least of them."""
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
 
-    def fail(self, failure: BaseException) -> None:
-        """Mark the window as failed; the first failure counts."""
-        self._failure = self._failure or failure
-
-    def check_complete(self) -> None:
-        """Raise GradientError if a gradient of the window failed, BrokenStateError if the state is broken."""
-        self.check_usable()
-        self._check_complete()
-
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
         self.check_usable()
         with self._lock:
             self._fail_by(tier.let_sums_leave() for tier in self.tiers)
         self._drain()
-        self._check_complete()
-
-    def _check_complete(self) -> None:
-        if self._failure is None:
-            return
-        if isinstance(self._failure, GradientError):
-            # A copy: the traceback of what is raised has this frame, a cycle.
-            raise copy.copy(self._failure) from self._failure.__cause__
-        raise GradientError(
-            f"a gradient could not be added on the host ({self._failure}); zero_grad() discards this window, and "
-            "training can go on"
-        ) from self._failure
+        self.window.check()
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
@@ -276,10 +257,10 @@ class Tiles:
     def _fail_by(self, failures: Iterable[BaseException | None]) -> None:
         for failure in [*failures]:  # all, whatever failed before
             if failure is not None:
-                self.fail(without_frames(failure))
+                self.window.fail(_not_added(failure))
 
     def discard(self, parameter: int | None = None) -> None:
-        """Drop the gradients of the window, or of one parameter; no state changes."""
+        """Drop all gradients, or those of one parameter; no state changes. The window goes on."""
         self.check_usable()
         with self._lock:
             for tier in self.tiers:
@@ -294,7 +275,6 @@ class Tiles:
             for tier in self.tiers:
                 tier.end_window(tier.tiles, TileEvent.DISCARD)
                 tier.speculator.end_window(tier.tiles, None)
-            self._failure = None
             self.recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
@@ -398,7 +378,7 @@ class Tiles:
             raise broken_state_error(self.broken)
 
     def begin_load(self) -> None:
-        """Discard the window and reset ``broken``, because whole states are about to be written."""
+        """Drop all gradients and reset ``broken``, because whole states are about to be written."""
         with self._lock:
             for tier in self.tiers:
                 tier.device_sums.clear()
@@ -407,7 +387,7 @@ class Tiles:
                 tier.end_window(tier.tiles, TileEvent.LOAD)
                 tier.sums.trim()
                 tier.speculator.end_window(tier.tiles, None)
-            self._failure = self.broken = None
+            self.broken = None
 
     def _void(self, parameter: int) -> None:
         # The parameter's buffers or gradient are about to be written.
@@ -509,7 +489,7 @@ class Tiles:
     def close(self) -> None:
         """Wait for work under way, and end threads and streams."""
         if any(tier.device_sums for tier in self.tiers):
-            self.fail(
+            self.window.fail(
                 GradientError(
                     "the optimizer was closed before the step for which gradients were on the device, and they are "
                     "gone: call close() after step() or zero_grad(), and build the optimizer anew to train on"
@@ -528,3 +508,15 @@ class Tiles:
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
         self.tiles = []
+
+
+def _not_added(failure: BaseException) -> GradientError:
+    """Return the error for a gradient that was not added to those before it."""
+    if isinstance(failure, GradientError):
+        return failure
+    error = GradientError(
+        f"a gradient could not be added on the host ({failure}); zero_grad() discards this window, and training can go "
+        "on"
+    )
+    error.__cause__ = without_frames(failure)
+    return error

@@ -1,8 +1,7 @@
-"""The accumulation window: what happened in it so far, whether it failed, and when its step is due."""
+"""Counting of backwards: when the step of an accumulation window is due."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from longshore.accelerator import number_of
 from longshore.engine.config.model import Config
 from longshore.engine.wording import is_integer
 from longshore.errors import GradientError, LongshoreError
+from longshore.tiles import Ended, Window
 
 _STEPS_OF_A_LOST_RUN = 3
 """Steps in a row with a loss that is not finite before a warning: one bad batch may be skipped."""
@@ -81,10 +81,11 @@ def check_loss(loss: object, call: str) -> None:
         raise LossError(f"engine.{call}() takes a loss of one element, not {found}; reduce it, with mean() say")
 
 
-class Window:
-    """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded."""
+class Accumulation:
+    """Counts of what a script called since the last window of an engine ended."""
 
-    def __init__(self, sizes: BatchSizes, managed: bool = True) -> None:
+    def __init__(self, window: Window, sizes: BatchSizes, managed: bool = True) -> None:
+        self._window = window
         self.sizes = sizes
         self.managed = managed
         """Whether backwards are counted; otherwise every ``step()`` is due."""
@@ -96,16 +97,13 @@ class Window:
         """Sum of the losses of this window, not a number if one of them is not finite."""
         self._lost_steps = 0
         """Steps in a row whose losses were not finite."""
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Begin a new window, after the former one was applied, skipped or discarded."""
+    def _begin(self) -> None:
         self.backwards = 0
         """Calls of ``engine.backward()`` that raised nothing."""
         self.calls = 0
         """Calls of ``engine.step()`` that were not due."""
-        self.failed: GradientError | None = None
-        """The error of a backward that raised."""
         self.scaled = False
         """Whether the user asked for the loss scale, for a ``loss.backward()`` of their own."""
         self._loss = None
@@ -124,13 +122,13 @@ class Window:
     @property
     def open(self) -> bool:
         """Whether anything was called since the last window ended that says when its step is due."""
-        return self.failed is not None or self.backwards > 0 or (self._counts and self.calls > 0)
+        return self._window.gave_up or self.backwards > 0 or (self._counts and self.calls > 0)
 
     @property
     def alone(self) -> bool:
         """Whether an ``engine.step()`` that is called now has no ``engine.backward()`` before it, and needs one to be
         due: then another rank may have gradients of a ``loss.backward()`` that brought this one none."""
-        return self._counts and self.failed is None and self.backwards == self._seen
+        return self._counts and not self._window.gave_up and self.backwards == self._seen
 
     # -- backwards ------------------------------------------------------------
 
@@ -194,8 +192,8 @@ class Window:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
             GradientError: these have no loss scale; or a backward of this window failed.
         """
-        if self.failed is not None:
-            raise copy.copy(self.failed)  # the traceback of what is raised has this frame: a cycle
+        if self._window.gave_up:
+            self._window.check()
         due = self._counted(raw, others)
         if due and raw and not self.scaled and loss_scale != 1.0:
             raise GradientError(
@@ -255,17 +253,18 @@ class Window:
 
     # -- the end --------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Count a window that the user discarded, before the next one begins; warn about a loop that never trains."""
+    def end(self, how: Ended) -> None:
+        """Begin anew after a window that ended; warn about a loop that always discards, and so never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         # A whole window is discarded once for a bad batch; a loop that goes on to step() has it in the wrong place.
-        counted = not self.failed and self.managed and self.boundary is None
+        counted = how is Ended.DISCARDED and not self._window.gave_up and self.managed and self.boundary is None
         lost = counted and kept > 0 and (kept < steps or self.calls > 0)
         self.discards += lost
+        self._begin()
         if lost and self.discards == _DISCARDS_OF_A_LOOP:
             warnings.warn(
                 f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
                 f"{self.discards} times with no step() applied between; call it after a step() "
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
-                stacklevel=5,
+                stacklevel=8,
             )

@@ -1,4 +1,5 @@
-"""Whether a user's optimizer makes the step that its class, or its class's base, says."""
+"""Optimizers of users that one of ours took over from (see ``engine/client.py``): which one stands for them now, and
+whether their step is that of their class."""
 
 from __future__ import annotations
 
@@ -6,6 +7,17 @@ import inspect
 from typing import Any
 
 from torch.optim import Optimizer
+
+TAKEN_BY = "_longshore_optimizer"
+"""Name of the attribute of a user's optimizer in which the one is that took over from it."""
+
+IN_PLACE_OF = "_longshore_in_place_of"
+"""Name of the attribute of an optimizer in which the user's own is if a library made it in that one's place."""
+
+
+def stands_for(optimizer: Any) -> Any:
+    """Return the optimizer that took over from this one; this one if none did."""
+    return getattr(optimizer, "__dict__", {}).get(TAKEN_BY, optimizer)
 
 
 def check_no_own_step(optimizer: Optimizer) -> None:

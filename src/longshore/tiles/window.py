@@ -1,0 +1,223 @@
+"""The accumulation window of one optimizer: all that happens between two steps that are applied, skipped or discarded.
+
+It records, and never acts: whether the window can still be stepped, what its gradients are multiplied by, how many
+arrived, and how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshore.errors import GradientError, LongshoreError
+from longshore.kernels import Scale
+from longshore.tiles.steps import FailedThere
+
+
+class Ended(Enum):
+    """How a window ended: its step was applied, its step was due and skipped because of an overflow, or its gradients
+    were discarded."""
+
+    STEPPED = auto()
+    SKIPPED = auto()
+    DISCARDED = auto()
+
+
+class Entry(NamedTuple):
+    """Counts of one parameter's gradients in a window."""
+
+    arrived: int
+    """Gradients that backward produced on this rank."""
+    reduced: int | None
+    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
+    applied: int
+    """Steps made with these gradients."""
+
+
+class Seen(NamedTuple):
+    """A gradient at one moment: the parameter's name, the object in ``.grad``, a count that grows whenever the gradient
+    changes, and the object that a script had put into ``.grad``, to which backwards were added that are on the host."""
+
+    name: str
+    gradient: weakref.ref[Tensor]
+    changes: int
+    added_to: weakref.ref[Tensor] | None = None
+
+
+Fingerprint = Mapping[int, Seen]
+"""The gradients of a window, by the parameter's index."""
+
+
+class Window:
+    """The accumulation window of one optimizer.
+
+    Any thread may call :meth:`fail`, and write :attr:`arrived` in the hooks of different parameters; everything else is
+    for the thread that steps.
+
+    Attributes:
+        loss_scale: factor by which the losses of the window are multiplied.
+        is_dynamic: whether that factor changes with overflows.
+        overflowed: whether the gradients of the last window overflowed, so that its step was skipped.
+        entries: counts of the last window that was stepped, by parameter.
+        arrived: how many gradients hooks took in this window, by parameter.
+        gave_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
+        refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
+            are told; it may also mend what was wrong, and step.
+        interrupted: whether a forward raised. If this rank discards the window, the others are told, since it skips a
+            batch that they may have stepped; it may also run the batch again.
+    """
+
+    def __init__(self) -> None:
+        self.loss_scale = 1.0
+        self.is_dynamic = self.overflowed = False
+        self.entries: Mapping[int, Entry] = {}
+        self._at_end: list[weakref.WeakMethod[Callable[[Ended], None]]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.arrived: dict[int, int] = {}
+        self.gave_up = self.refused = self.interrupted = False
+        self._failure: LongshoreError | None = None
+        self._unclip()
+
+    def _unclip(self) -> None:
+        self._coefficient = 1.0
+        self._measured: Fingerprint | None = None
+
+    # -- whether it can be stepped --------------------------------------------
+
+    def fail(self, failure: BaseException) -> None:
+        """Note that the window cannot be stepped any more; the first failure counts."""
+        if self._failure is not None:
+            return
+        # A copy without traceback: its frames would keep all that is local to them, such as what keeps this window.
+        if isinstance(failure, LongshoreError):
+            own, cause = copy.copy(failure), failure.__cause__
+        else:
+            own, cause = (
+                GradientError(f"{type(failure).__name__}: {failure} (zero_grad() discards this window)"),
+                failure,
+            )
+        if cause is not None and cause.__traceback__ is not None:
+            cause = FailedThere("".join(traceback.format_exception(cause)))
+        own.__cause__ = cause
+        self._failure = self._failure or own
+
+    @property
+    def failed(self) -> bool:
+        """Whether the window cannot be stepped any more."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise the first failure of the window, if there was one: a GradientError, or another error of ours."""
+        if self._failure is not None:
+            # A copy: the traceback of what is raised has this frame, a cycle.
+            raise copy.copy(self._failure) from self._failure.__cause__
+
+    @property
+    def lost(self) -> bool:
+        """Whether other ranks have to know that the window ended, if this rank discards it."""
+        return self.failed or self.refused or self.interrupted
+
+    # -- what its gradients are multiplied by ---------------------------------
+
+    def clip(self, norm: Tensor, max_norm: float, measured: Fingerprint) -> None:
+        """Set the coefficient ``max_norm / (norm + 1e-6)``, at most 1, as torch computes it, for these gradients.
+
+        Raises:
+            LongshoreError: the window is clipped already.
+        """
+        if self._coefficient != 1.0:
+            raise LongshoreError("clip_grad_norm_ was already called in this window; call it once, before step()")
+        self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._measured = measured
+
+    def scale(self, now: Callable[[], Fingerprint]) -> Scale:
+        """Return the factors for the gradients; ``now`` returns their present fingerprint.
+
+        A coefficient is dropped when all gradients that it was measured on are gone (for example, discarded after a bad
+        batch), as with torch's in-place clipping.
+
+        Raises:
+            GradientError: some gradients are as they were measured, and some are not.
+        """
+        kept, changed = False, []
+        for index, (name, gradient, changes, added_to) in (now() if self._measured is not None else {}).items():
+            tensor, measured = gradient(), (self._measured or {}).get(index)
+            if measured is None or measured.gradient() is not tensor:
+                changed.append(name)
+                # With create_graph autograd adds into a new tensor, which includes what was measured.
+                kept = kept or (measured is not None and tensor is not None and tensor.requires_grad)
+                # A weak reference stays the same object, even if the tensor is gone.
+                kept = kept or (measured is not None and measured.gradient is added_to)
+            else:
+                kept = True
+                if measured.changes != changes:
+                    changed.append(name)
+        if changed and kept:
+            raise GradientError(
+                f"the gradient of parameter {changed[0]} changed after optimizer.clip_grad_norm_() had measured it; "
+                "clip after the last backward, or call zero_grad() to discard this window"
+            )
+        if changed:
+            self._unclip()
+        return self._scale_with(self._coefficient)
+
+    @property
+    def unclipped(self) -> Scale:
+        """The factors for gradients that are not clipped."""
+        return self._scale_with(1.0)
+
+    def _scale_with(self, coefficient: float) -> Scale:
+        """Return the factors for unscaling and clipping, combined into one if that rounds like two."""
+        unscale = 1.0 / self.loss_scale
+        if math.frexp(unscale)[0] == 0.5:  # a power of two
+            return Scale(unscale * coefficient)
+        return Scale(unscale, coefficient)
+
+    # -- its end --------------------------------------------------------------
+
+    def balance(self, parameters: Iterable[tuple[int, str, int | None, int]]) -> dict[int, Entry]:
+        """Return the counts of parameters in a window that is about to be stepped.
+
+        Args:
+            parameters: index and name of each, how many gradients reached the step (None: it has no elements that are
+                stepped here), and how many steps are about to be made with them.
+
+        Raises:
+            LongshoreError: a gradient arrived and would not be applied.
+        """
+        entries = {}
+        for index, name, reduced, applied in parameters:
+            arrived = self.arrived.get(index, 0)
+            if arrived > 0 and (not applied or reduced == 0):
+                raise LongshoreError(
+                    f"parameter {name}: {arrived} gradients arrived in this window, {reduced} reached the step, and "
+                    f"{applied} steps would be made. Nothing was stepped. This is a bug in longshore: please report "
+                    "it; zero_grad() discards the window"
+                )
+            entries[index] = Entry(arrived, reduced, applied)
+        return entries
+
+    def on_end(self, call: Callable[[Ended], None]) -> None:
+        """Call a method of an object at each end from now on, while what the window noted is still there. The object is
+        not kept alive."""
+        self._at_end = [each for each in self._at_end if each() is not None]
+        self._at_end.append(weakref.WeakMethod(call))
+
+    def end(self, how: Ended) -> None:
+        """End the window, and begin the next one. If something interrupts this, the next call ends what is left."""
+        try:
+            for each in self._at_end:
+                if (call := each()) is not None:
+                    call(how)
+        finally:
+            self._begin()
