@@ -175,6 +175,7 @@ if TYPE_CHECKING:
     from longshore.optim.taken_over import stands_for as stands_for
     from longshore.optim.taken_over import steps_as as steps_as
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
+    from longshore.optim.tiled_optimizer import core_of as core_of
     from longshore.optim.wrapped_names import counterparts as counterparts
     from longshore.ranks.presence import presence as presence
     from longshore.ranks.presence import words as words
@@ -291,7 +292,7 @@ HOMES = {
     "longshore.optim.rules.adam": "AdamRule",
     "longshore.optim.rules.muon": "MuonFamily MuonRule",
     "longshore.optim.shards": "held_part is_sharded present",
-    "longshore.optim.tiled_optimizer": "TiledOptimizer",
+    "longshore.optim.tiled_optimizer": "TiledOptimizer core_of",
     "longshore.optim.wrapped_names": "counterparts",
     "longshore.stage3.fsdp": "FullyShardedModel sharded_of",
     "longshore.store.exchange": "batched owners_of",

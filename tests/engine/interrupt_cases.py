@@ -50,7 +50,7 @@ def interrupted_step(stage: int, at: str, interrupted: list[int], clip: float | 
         "tiles": (store.tiles, "commit", True),
         "stepped tiles": (store.tiles, "commit", False),
         "publishing": (store.ownership, "publish", True),
-        "published": (store.window, "stepped", False),
+        "published": (store.window, "end", True),
     }[at]
     former, untouched = signal.signal(signal.SIGINT, signal.default_int_handler), getattr(owner, name)
     said = ""

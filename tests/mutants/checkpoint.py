@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         "gradients on the host are lost",
         "_check_no_gradients",
-        "if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:",
+        "if core is not None and core.store.broken is None and core.gradients_arrived:",
         "if False:",
         (ONE_LINE,),
     ),

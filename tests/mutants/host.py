@@ -442,7 +442,7 @@ MUTANTS = [
     Mutant(
         "a failed addition is not remembered",
         "Tiles._fail_by",
-        "self.window.fail(_not_added(failure))",
+        "self.window.fail(failure, 'a gradient could not be added on the host')",
         "pass",
         (STORE,),
     ),

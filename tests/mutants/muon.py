@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step under autocast is taken",
-        "check_kind",
+        "ParameterRecord.check_kind",
         "if layout is not None and (device := _autocast_device()):",
         "if False and (device := _autocast_device()):",
         (MUON,),

@@ -186,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         "states that go to another parameter are lost",
-        "take_up",
-        "core.handed_out.place(core)",
+        "OptimizerCore._take_up",
+        "self.handed_out.place(self)",
         "",
         ("tests/optim/test_laid_out_anew.py",),
     ),

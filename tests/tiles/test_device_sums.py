@@ -246,7 +246,7 @@ def test_a_copy_that_fails_ends_the_window(steady: Training, monkeypatch: pytest
         with pytest.raises(longshore.GradientError, match="the link is gone") as told:
             steady.optimizer.step()
     cause = told.value.__cause__
-    assert cause is not None and "in fails" in str(cause.__cause__)  # where it failed
+    assert "in fails" in str(cause)  # where it failed
     with pytest.raises(longshore.GradientError, match="the link is gone"):
         steady.optimizer.step()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(steady.weights(), before, strict=True))

@@ -63,7 +63,7 @@ def test_ranges_by_thread() -> None:
     assert every["longshore: step ahead"] + every["longshore: step in place"] >= 2 * len(optimizer._core.store.tiles)
     host = [names for names in threads.values() if names["longshore: host"]]
     assert len(host) == 1 and not host[0]["longshore: norm"], "the worker's own thread"
-    assert optimizer._core.store.recorders == ()
+    assert optimizer._core.store.tiles.recorders == ()
     assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
     assert seen(lambda: train(model, optimizer, 1)) == {}
 
@@ -111,14 +111,14 @@ def test_parameters_that_are_replaced_inside() -> None:
         optimizer.param_groups[0]["params"] = list(model.parameters())
         train(model, optimizer)
     assert trace.summary().steps == 2 and trace.summary().host_bytes_per_second
-    assert optimizer._core.store.recorders == ()
+    assert optimizer._core.store.tiles.recorders == ()
 
 
 def test_beside_a_trace() -> None:
     model, optimizer = make()
     with longshore.annotate(optimizer), longshore.trace(optimizer) as trace:
         train(model, optimizer)
-    assert trace.summary().steps == 2 and optimizer._core.store.recorders == ()
+    assert trace.summary().steps == 2 and optimizer._core.store.tiles.recorders == ()
 
 
 def collectives() -> bool:

@@ -24,7 +24,7 @@ from longshore.checkpoint.training_state import CLIENT_STATE, Selection, Trainin
 from longshore.errors import CheckpointError, NoCheckpointError, RankError
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.taken_over import stands_for
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.ranks.twin_groups import twin_of
 
 _RUNS: dict[Path, str] = {}
@@ -85,11 +85,11 @@ def save(
         training = group.together(lambda: TrainingState(model, ours, group))
         if group.world_size > 1:
             training.compare_ranks()
-        step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
+        step = max((record.step for record in core_of(ours).records), default=0) if ours is not None else 0
         step = max(group.gather(step))
         memory_bytes = memory_for_snapshot(group) if async_save else None
         run, values = _RUNS.setdefault(root, secrets.token_hex(8)), {CLIENT_STATE: dict(state or {})}
-        mode = {} if ours is None else {RELEASED: ours._core.release_gradients}
+        mode = {} if ours is None else {RELEASED: core_of(ours).release_gradients}
         content = prepare(lambda: training.content({**values, **mode}, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
@@ -162,8 +162,8 @@ def load(
 
 def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklevel: int = 3) -> None:
     """Warn if the run that was saved added several backwards in another dtype (older checkpoints do not say which)."""
-    here = optimizer._core.release_gradients
-    low = any(record.dtype != torch.float32 for record in optimizer._core.records)
+    core = core_of(optimizer)
+    here, low = core.release_gradients, any(record.dtype != torch.float32 for record in core.records)
     if released is (not here) and low:
         warnings.warn(
             f"{path} was saved with release_gradients={released}, and here it is {here}: where a step has several "
@@ -173,7 +173,8 @@ def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklev
 
 
 def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
-    if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:
+    core = None if optimizer is None else core_of(optimizer)
+    if core is not None and core.store.broken is None and core.gradients_arrived:
         gradients = why.format("gradients that release_gradients=True copied to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 

@@ -28,7 +28,7 @@ from longshore.layout.formats import StateFormat
 from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import as_parameter, clear_state, merged_group
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.tiles import MASTER, Breakage, StateSnapshot
 
 OPTIMIZER = "optimizer"
@@ -55,11 +55,12 @@ class OptimizerState:
     def __init__(self, optimizer: TiledOptimizer, model: ModelState) -> None:
         self.optimizer = optimizer
         self._model = model
-        self._store = optimizer._core.store
-        self._family = optimizer._core.family
+        core = self.core = core_of(optimizer)
+        self._store = core.store
+        self._family = core.family
         self.records: dict[str, ParameterRecord] = {}
-        members = optimizer._core.members()
-        for record in optimizer._core.records:
+        members = core.members()
+        for record in core.records:
             if record.index not in members:
                 continue  # as in a state_dict()
             name = model.name_of(record.parameter)
@@ -79,8 +80,8 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Return everything but the arrays, as nested values."""
-        self.optimizer._core.take_edits()
-        handed_out = self.optimizer._core.handed_out
+        self.core.take_edits()
+        handed_out = self.core.handed_out
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
@@ -108,7 +109,7 @@ class OptimizerState:
     @property
     def _states_seed(self) -> int | None:
         """The number on which the random bits of encoded states depend; None: states are float32."""
-        offload = self.optimizer._core.offload
+        offload = self.core.offload
         return None if offload.state_format is StateFormat.FP32 else offload.states_seed
 
     def _matrices_on(self) -> str | None:
@@ -243,7 +244,7 @@ class OptimizerState:
 
     def clear(self) -> None:
         """Reset the state, as if nothing had been stepped."""
-        core = self.optimizer._core
+        core = self.core
         core.begin_load()
         for record in core.records:
             clear_state(record, core)
@@ -255,7 +256,7 @@ class OptimizerState:
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """Allocate the state, and return the boxes that this process loads; arguments as in :meth:`differences`."""
-        core = self.optimizer._core
+        core = self.core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
         core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
         found: list[WantedBoxes] = []
@@ -277,7 +278,7 @@ class OptimizerState:
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
         """Restore everything but the arrays, once these are loaded."""
-        handed_out = self.optimizer._core.handed_out
+        handed_out = self.core.handed_out
         handed_out.others = dict(about.get("others", {}))
         if (device := about.get(_MATRICES_ON)) and (own := self._matrices_on()) and device != own:
             warnings.warn(

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.kernels.reference import adopted
+from longshore.optim.core import OptimizerCore
+from longshore.optim.handed_out import StateMap
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.released_gradients import released_gradient
 from longshore.optim.shards import flat, held_part, is_sharded, like, present
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.tiles import GRADIENT, MASTER
 
 _OPTIMIZERS: list[weakref.ref[TiledOptimizer]] = []
@@ -36,8 +38,8 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    optimizer, record = found
-    store = optimizer._core.store
+    core, record = found
+    store = core.store
     master = _copy(store.read_values(record.index, record.values()))
     if record.has_master:
         master = adopted(store.read_state(record.index, MASTER), master.to(record.dtype))
@@ -51,14 +53,14 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         ValueError: the shape differs, or no engine steps the parameter.
         ParameterError: the parameter is whole now, inside :func:`longshore.gather`.
     """
-    optimizer, record = _found(param, value)
-    store = optimizer._core.store
+    core, record = _found(param, value)
+    store = core.store
     if store.is_whole(record.index):
         raise ParameterError(
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
             "write to it like to any tensor, with modifier_rank, or call this outside of the block"
         )
-    optimizer._core.take_edits()
+    core.take_edits()
     with torch.no_grad():
         part = store.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
@@ -69,7 +71,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
-        optimizer._core.handed_out.follow(optimizer._core, {record.index})
+        core.handed_out.follow(core, {record.index})
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -82,7 +84,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     if found is None:
         return None
     _check_key(*found, optim_state_key)
-    return found[0].state[found[1].parameter].get(optim_state_key)
+    return StateMap(found[0])[found[1].parameter].get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -91,9 +93,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     Raises:
         ValueError: the shape or the name is wrong, or no engine steps the parameter.
     """
-    optimizer, record = _found(param, value)
-    _check_key(optimizer, record, optim_state_key)
-    optimizer.state[record.parameter][optim_state_key] = value
+    core, record = _found(param, value)
+    _check_key(core, record, optim_state_key)
+    StateMap(core)[record.parameter][optim_state_key] = value
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -106,13 +108,13 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     found = _find(param)
     if found is None:
         return _without_engine(param)
-    optimizer, record = found
-    gradients = optimizer._core.window_gradients(reading=True)
+    core, record = found
+    gradients = core.window_gradients(reading=True)
     if record.index not in gradients:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = optimizer._core.store.read_state(record.index, GRADIENT)
+        gradient = core.store.read_state(record.index, GRADIENT)
     return _copy(gradient).view(record.shape)
 
 
@@ -122,10 +124,10 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: the shape differs, no engine steps the parameter, or it has no gradient in this window.
     """
-    optimizer, record = _found(param, value)
-    if optimizer._core.window_gradients(reading=True).get(record.index, value) is not None:
+    core, record = _found(param, value)
+    if core.window_gradients(reading=True).get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    optimizer._core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
+    core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
 
 
 def _without_engine(param: Tensor) -> Tensor | None:
@@ -146,22 +148,24 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)
 
 
-def _find(param: Tensor) -> tuple[TiledOptimizer, ParameterRecord] | None:
+def _find(param: Tensor) -> tuple[OptimizerCore, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
     param = present(param)
     for reference in reversed(_OPTIMIZERS):
-        optimizer = reference()
-        for record in optimizer._core.records if optimizer is not None else ():
+        if (optimizer := reference()) is None:
+            continue
+        core = core_of(optimizer)
+        for record in core.records:
             # Between forward and backward FSDP2 replaces the parameter by the gathered one, which is the leaf.
-            if optimizer is not None and (param is record.parameter or param is record.leaf()):
-                optimizer._core.store.check_usable()
-                return optimizer, record
+            if param is record.parameter or param is record.leaf():
+                core.store.check_usable()
+                return core, record
     return None
 
 
-def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecord]:
-    """Return the parameter's optimizer and record; raise ValueError if there is none or the shapes differ."""
+def _found(param: Tensor, value: Tensor) -> tuple[OptimizerCore, ParameterRecord]:
+    """Return the core and the record of a parameter; raise ValueError if there is none or the shapes differ."""
     found = _find(param)
     if found is None:
         raise ValueError("no engine steps this tensor: it is not a parameter that was passed to longshore.initialize()")
@@ -172,8 +176,8 @@ def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecor
     return found
 
 
-def _check_key(optimizer: TiledOptimizer, record: ParameterRecord, key: str) -> None:
-    arrays, family = optimizer._core.store.tiles.arrays, record.family
+def _check_key(core: OptimizerCore, record: ParameterRecord, key: str) -> None:
+    arrays, family = core.store.tiles.arrays, record.family
     known = [name for name in family.states if name in arrays or name == family.matrix_state]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

@@ -82,7 +82,7 @@ def check_loss(loss: object, call: str) -> None:
 
 
 class Accumulation:
-    """Counts of what a script called since the last window of an engine ended."""
+    """Counts of a script's calls since the last window of an engine ended."""
 
     def __init__(self, window: Window, sizes: BatchSizes, managed: bool = True) -> None:
         self._window = window

@@ -28,7 +28,7 @@ from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks
 from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.ranks.twin_groups import twin_of
 from longshore.store import Store
 
@@ -170,7 +170,7 @@ class Checkpoints:
     def _check_no_window(self, why: str) -> None:
         if not self._engine.in_window:
             return
-        if self._engine.optimizer._core.source.superseded:
+        if core_of(self._engine.optimizer).source.superseded:
             raise CheckpointError(
                 f"{why.format('those of the window under way')} with the engine that a later initialize() made for "
                 "this model, which steps it now; to go on with this one, call destroy() of that engine and zero_grad() "

@@ -18,7 +18,7 @@ from longshore.optim.offload import Offload
 from longshore.optim.other_words import parameters_of
 from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.taken_over import IN_PLACE_OF, TAKEN_BY, check_no_own_step, stands_for
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 
 _KIND_ATTRIBUTE = "longshore_kind"
 """Class attribute that gives the longshore optimizer with the same step. It is not inherited, since a subclass may step
@@ -107,7 +107,8 @@ def converted(
         ]
         made.load_state_dict({**saved, "param_groups": own_groups})
         if not isinstance(optimizer, TiledOptimizer):
-            made._core.handed_out.adopt(optimizer.state, made._core)
+            core = core_of(made)
+            core.handed_out.adopt(optimizer.state, core)
     for tensor, entries in outside.items():
         made.state[tensor] = entries
     if isinstance(optimizer, TiledOptimizer):
@@ -239,7 +240,7 @@ def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: Offload 
     except ValueError as error:
         raise ValueError(f"states {states.value} {error}") from None
     if isinstance(optimizer, TiledOptimizer):
-        theirs = optimizer._core.offload
+        theirs = core_of(optimizer).offload
         if theirs.state_format is StateFormat.FP32:
             return
         seed = 0 if offload is None else offload.states_seed

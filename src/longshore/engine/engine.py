@@ -26,7 +26,7 @@ from longshore.engine.references import MethodOf, weakly
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store import Store
 from longshore.streaming import Stream
 from longshore.tiles import Ended
@@ -58,7 +58,7 @@ class Engine(EngineAttributes):
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        window = optimizer._core.window
+        window = core_of(optimizer).window
         self._accumulation = Accumulation(window, BatchSizes.of(config), config.managed_accumulation)
         self._applied = False
         self._norm: Tensor | None = None
@@ -87,7 +87,7 @@ class Engine(EngineAttributes):
 
     @property
     def _store(self) -> Store:
-        return self.optimizer._core.store
+        return core_of(self.optimizer).store
 
     # -- forward and backward -------------------------------------------------
 
@@ -128,11 +128,11 @@ class Engine(EngineAttributes):
         """
         check_loss(loss, "backward")
         self._check_alive()
-        counted, optimizer = self._accumulation, self.optimizer
+        counted, core = self._accumulation, core_of(self.optimizer)
         steps = counted.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
-        counted.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
-        optimizer._core.source.look_again()
+        counted.has_raw(core.gradients_arrived)  # from a loss.backward() before this call
+        core.source.look_again()
         self._store.begin_backward(self._synchronize, counted.next_is_last())
         failure: GradientError | None = None
         try:
@@ -148,7 +148,7 @@ class Engine(EngineAttributes):
             raise
         finally:
             self._store.end_backward(failure)
-            counted.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
+            counted.end_backward(loss, core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1
@@ -179,10 +179,10 @@ class Engine(EngineAttributes):
         """
         self._check_alive()
         self._applied = False
-        counted, store = self._accumulation, self._store
+        counted, core, store = self._accumulation, core_of(self.optimizer), self._store
         try:
             self._check_kept()
-            raw = counted.has_raw(self.optimizer._core.gradients_arrived)
+            raw = counted.has_raw(core.gradients_arrived)
             others = store.ranks_with_raw(raw) if counted.alone else ()
             due = counted.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
@@ -195,7 +195,7 @@ class Engine(EngineAttributes):
         self._stepping = True
         with contextlib.ExitStack() as together:
             try:
-                with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
+                with self._timing("step"), core.one_agreement() as gradients:
                     if counted.boundary is None and counted.backwards == 0 and not gradients:
                         counted.not_due()  # no rank had a backward, not even a loss.backward()
                         return
@@ -234,7 +234,7 @@ class Engine(EngineAttributes):
         assert self._norm is not None
         overflow = not bool(torch.isfinite(self._norm))
         if overflow:
-            self.optimizer._core.zero_grad(Ended.SKIPPED)
+            core_of(self.optimizer).zero_grad(Ended.SKIPPED)
             self.skipped_steps += 1
         scaling.update(overflow)
         if not overflow:
@@ -306,7 +306,7 @@ class Engine(EngineAttributes):
     @property
     def in_window(self) -> bool:
         """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
-        return self._accumulation.open or self.optimizer._core.gradients_arrived > 0
+        return self._accumulation.open or core_of(self.optimizer).gradients_arrived > 0
 
     # -- looking --------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Engine(EngineAttributes):
         """
         if self._destroyed:
             return super()._apply(fn, recurse)
-        for record in self.optimizer._core.records:
+        for record in core_of(self.optimizer).records:
             found = fn(record.parameter)
             if (found.dtype, found.device) != (record.dtype, record.device):
                 raise ParameterError(
@@ -382,7 +382,7 @@ class Engine(EngineAttributes):
         finally:
             if self._reports is not None:
                 self._reports.close()
-            self.optimizer._core.window.end(Ended.DISCARDED)  # with the parameters' .grad
+            core_of(self.optimizer).window.end(Ended.DISCARDED)  # with the parameters' .grad
             self.optimizer.close()
             self._store.tiles.release()
             if self._stream is not None:

@@ -19,7 +19,7 @@ from longshore.layout.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFo
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.sharded import ShardedStore
 from longshore.streaming import Stream
 from longshore.tiles import SpeculationRecord, Tiles
@@ -159,7 +159,7 @@ def explain(
     config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding, stream: Stream | None = None
 ) -> Explanation:
     """Describe an engine, given its parts; no rank waits for another."""
-    core = optimizer._core
+    core = core_of(optimizer)
     store, tiles, records = core.store, core.store.tiles, core.records
     layout = store.layout if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}

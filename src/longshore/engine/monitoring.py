@@ -27,7 +27,7 @@ from longshore.engine.config.model import Config, CsvConfig, TensorBoardConfig, 
 from longshore.engine.flops import FlopsProfiler
 from longshore.engine.ranks import Ranks
 from longshore.kernels import Buffer, TileSegment, element_bytes
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.tiles import Recorder
 from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
 from longshore.transfer import Copy
@@ -74,8 +74,8 @@ class Reports:
         self._device = device
         self._meter = Meter()
         if self._writers:
-            store = optimizer._core.store
-            store.set_recorders((*store.recorders, self._meter))
+            store = core_of(optimizer).store
+            store.set_recorders((*store.tiles.recorders, self._meter))
         self._seconds: dict[str, float] = defaultdict(float)
         """Seconds in forward, in backward and in step since the last line."""
         self._losses: list[Tensor] = []

@@ -42,7 +42,7 @@ from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
 from longshore.optim import Offload
 from longshore.optim.released import put_gradient
-from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.reduction import ReductionSettings
 from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
@@ -246,7 +246,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
 
 def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer, and discard gradients that another loop has left (law 2)."""
-    records = optimizer._core.records
+    records = core_of(optimizer).records
     # Buckets are filled in this order. Another order on some rank, such as that of set(model.parameters()), would add
     # up gradients of different parameters.
     order = {
@@ -274,7 +274,7 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
 
         def look_again() -> None:
             if (alive := made()) is not None:
-                alive._core.source.look_again()
+                core_of(alive).source.look_again()
 
         sharded.when_gathered(look_again)
 

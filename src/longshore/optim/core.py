@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import debugging
+from longshore.errors import ParameterError, debugging
 from longshore.interrupts import deferred_interrupts
 from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.handed_out import HandedOut
-from longshore.optim.membership import check_groups, check_kind, check_once, member_ids, members_of, take_up
 from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
@@ -89,7 +88,7 @@ class OptimizerCore:
         if not self._begun and self._outdated():
             self._lay_out_anew()
         if self._source is None:
-            take_up(self)  # lazy parameters may have their shapes by now
+            self._take_up()  # lazy parameters may have their shapes by now
         if self._source is not None:
             return self._source
         if self._nothing is None:
@@ -113,11 +112,11 @@ class OptimizerCore:
 
     def records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
         """Return the records of the parameters that are in a group now. As in torch, a parameter that the user removed
-        is no longer stepped, and one that the user put into the group is (see :func:`take_up`)."""
+        is no longer stepped, and one that the user put into the group is (see :meth:`_take_up`)."""
         try:
             return [self.by_id[id(parameter)] for parameter in group["params"]]
         except KeyError:
-            take_up(self)
+            self._take_up()
             return [self.by_id[id(parameter)] for parameter in group["params"]]
 
     def members(self) -> set[int]:
@@ -125,10 +124,83 @@ class OptimizerCore:
         _ = self.source  # parameters may have been moved
         return {record.index for group in self.groups() for record in self.records_of(group)}
 
+    def _members_weakly(self) -> Callable[[], set[int]]:
+        """Return :meth:`members`, as a function that does not keep the core alive."""
+        alive = weakref.proxy(self)
+        return lambda: alive.members()
+
+    def _member_ids(self) -> set[int]:
+        """Return ``id(parameter)`` of the parameters that are in the groups now."""
+        return {id(parameter) for group in self.groups() for parameter in group["params"]}
+
+    def _check_once(self) -> None:
+        """Raise ParameterError, naming both places, for a parameter that is in the groups twice now: it would be
+        stepped twice."""
+        groups = self.groups()
+        if len(self._member_ids()) == sum(len(group["params"]) for group in groups):
+            return
+        first: dict[int, tuple[int, int]] = {}
+        for place, group in enumerate(groups):
+            for position, parameter in enumerate(group["params"]):
+                here = place, position
+                if (there := first.setdefault(id(parameter), here)) != here:
+                    record = self.by_id.get(id(parameter))
+                    name = f"{place}.{position}" if record is None else record.name
+                    one, other = (f"param_groups[{group}]['params'][{at}]" for group, at in (there, here))
+                    raise ParameterError(
+                        f"parameter {name} is in the parameter groups twice; keep it in one place: {one} or {other}"
+                    )
+
+    def _check_groups(self) -> None:
+        """Check the options of all groups, as scripts left them."""
+        for group in self.groups():
+            self.family.check_group(group)
+            self.family.of(group).check_step(group)
+
+    def _take_up(self) -> None:
+        """Lay out the parameters that the user put into the groups, in place of those that were taken out and have no
+        state: scripts that grow and prune parameters replace them.
+
+        Raises:
+            ParameterError: the optimizer is an engine's, whose ranks have to lay out the same, or a parameter has no
+                shape or is in the groups twice.
+            ValueError: a parameter, which the message names, cannot be stepped.
+        """
+        if not self.offload.alone:
+            raise ParameterError(
+                "a parameter group holds a tensor that this optimizer was not built with; "
+                "use optimizer.add_param_group(), or build the optimizer anew"
+            )
+        members = self._member_ids()
+        gone = [record for record in self.records if id(record.parameter) not in members and not record.has_state]
+        if self._source is not None and gone:
+            self._source.drop(gone)
+        for record in gone:
+            self.handed_out.forget(record)
+            self.handed_out.states.pop(id(record.parameter), None)
+            del self.by_id[id(record.parameter)], self.parameters[record.index]
+        for place, group in enumerate(self.groups()):
+            params = group["params"]
+            names = group.get("param_names") or []
+            new = [
+                (names[position] if position < len(names) else f"{place}.{position}", parameter)
+                for position, parameter in enumerate(params)
+                if id(parameter) not in self.by_id
+            ]
+            for name, parameter in new:
+                if is_lazy(parameter):
+                    raise ParameterError(
+                        f"parameter {name} is lazy and has no shape yet: run the model once before the step"
+                    )
+            self.register(
+                {**group, "params": [each for _, each in new], "param_names": [name for name, _ in new]}, place
+            )
+        self.handed_out.place(self)
+
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none, or
         ParameterError if it is in the groups twice."""
-        check_once(self)
+        self._check_once()
         names = group.get("param_names")
         records: list[ParameterRecord] = []
         device = self.records[0].device if self.by_id else None
@@ -168,7 +240,7 @@ class OptimizerCore:
             self._source = self._source_on(records[0].device)
             recorders: list[Recorder] = [Ranges()] if annotating() else []
             if self._nothing is not None:
-                recorders += self._nothing.store.recorders
+                recorders += self._nothing.store.tiles.recorders
                 self._nothing.close()
                 self._nothing = None
             self._source.store.set_recorders(recorders)
@@ -178,12 +250,12 @@ class OptimizerCore:
 
     def _source_on(self, device: torch.device) -> GradientSource:
         store = self.offload.make_store(device, self.release_gradients, self.parameters, self.window)
-        return (ReleasedGradients if self.release_gradients else KeptGradients)(store, members_of(self))
+        return (ReleasedGradients if self.release_gradients else KeptGradients)(store, self._members_weakly())
 
     def _outdated(self) -> bool:
         """Return whether, before the first step, all parameters were replaced, or one was moved or converted. A state
         that was loaded, or a gradient that is on the host, would be lost: then the step says what changed."""
-        found = member_ids(self.groups())
+        found = self._member_ids()
         if self._source is None or not found or any(record.has_state for record in self.records):
             return False
         known = [record for key, record in self.by_id.items() if key in found]
@@ -199,13 +271,13 @@ class OptimizerCore:
         fresh.end_building()
         fresh.store.foresee(_OptimizerForecast(self))
         if self._source is not None:
-            fresh.store.set_recorders(self._source.store.recorders)
+            fresh.store.set_recorders(self._source.store.tiles.recorders)
             if fresh.store.tiles.streams is self._source.store.tiles.streams:
                 self._source.remove_hooks()  # both use the copy streams that the user gave
             else:
                 self.close()
             self._source.replaced_by = fresh._source
-        fresh.source.members = members_of(self)
+        fresh.source.members = self._members_weakly()
         self.handed_out.states.clear()
         self._repeated = None
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
@@ -253,8 +325,8 @@ class OptimizerCore:
     def _collect(self) -> dict[int, Tensor | None]:
         """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
-        check_once(self)
-        check_groups(self)
+        self._check_once()
+        self._check_groups()
         for group in self.groups():
             self.records_of(group)  # takes up what the user put into it, before gradients are looked for
         gradients = source.collect()
@@ -353,7 +425,7 @@ class OptimizerCore:
         if self._repeated is None or self._agreed is not None or handed_out or debugging():
             return False
         self.store.agree({})
-        check_groups(self)
+        self._check_groups()
         self._name_states(self.store)
         stepped = self._repeated.step(self.groups(), lambda: self.window.scale(self.source.fingerprint))
         if stepped is None:
@@ -375,7 +447,7 @@ class OptimizerCore:
                     continue
                 # Parameters with equal histories share one object after their first common step.
                 if (history := record.history) is not last or rule is None or after is None:
-                    check_kind(record, family, group)
+                    record.check_kind(family, group)
                     if history not in known:
                         made = family.rule_of(group, history, arrays)
                         if not isinstance(made, MatrixRule):

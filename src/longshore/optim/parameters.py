@@ -217,6 +217,26 @@ class ParameterRecord:
                 "its group, and move its state (group['params'][i] = new; state[new] = state.pop(old))"
             )
 
+    def check_kind(self, family: RuleFamily, group: Mapping[str, Any]) -> None:
+        """Raise ParameterError if the parameter is in a group of another kind than the one it was laid out with, and
+        for a matrix that would be stepped under autocast."""
+        try:
+            layout = family.matrix_layout(group, tuple(self.shape))
+        except ValueError as error:
+            raise ParameterError(f"parameter {self.name} {error}") from None
+        if layout is not None and (device := _autocast_device()):
+            raise ParameterError(
+                f"parameter {self.name} is stepped inside torch.autocast({device!r}), which would choose the dtype of "
+                "Newton-Schulz: call step() outside of it, and keep forward and the loss inside"
+            )
+        if self.family is family and self.matrices == layout:
+            return
+        was, now = ("no matrix" if each is None else _words_of(each) for each in (self.matrices, layout))
+        raise ParameterError(
+            f"parameter {self.name} was laid out as {was}, and its group makes it {now} now (use_muon, split or "
+            "split_dim was changed, or it was put into another group): its state does not fit; build the optimizer anew"
+        )
+
     def check_gradient(self, gradient: Tensor, same_dtype: bool) -> None:
         """Raise GradientError for a sparse gradient, or one of a device, shape or dtype that cannot be stepped."""
         if gradient.layout != torch.strided:
@@ -238,6 +258,18 @@ class ParameterRecord:
                 f"parameter {self.name} is {list(self.shape)} on {device}, and its gradient is "
                 f"{list(gradient.shape)} on {gradient.device}"
             )
+
+
+def _autocast_device() -> str:
+    """Return a type of device for which this thread has autocast on, or an empty string."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return next((each for each in types if torch.is_autocast_enabled(each)), "")
+
+
+def _words_of(layout: MatrixLayout) -> str:
+    shapes = ", ".join(str(list(layout.shape_of(block))) for block in layout.blocks[:3])
+    return f"{len(layout.blocks)} matrices of {shapes}{', ...' if len(layout.blocks) > 3 else ''}"
 
 
 def names_of(groups: Iterable[Mapping[str, Any]], by_id: Mapping[int, ParameterRecord]) -> list[tuple[Tensor, str]]:

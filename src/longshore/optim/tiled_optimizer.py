@@ -403,6 +403,11 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._core.close()
 
 
+def core_of(optimizer: TiledOptimizer) -> OptimizerCore:
+    """Return the core of an optimizer, for engines, checkpoints and traces."""
+    return optimizer._core
+
+
 def _block_sums_on_device(gradients: Mapping[int, Tensor], scale: Scale) -> dict[int, list[float]]:
     """Return sums of squares of the blocks of gradients, all on one device, by parameter. The host waits once."""
     if not gradients:

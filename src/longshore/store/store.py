@@ -62,11 +62,6 @@ class Store:
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._numels
 
-    @property
-    def recorders(self) -> tuple[Recorder, ...]:
-        """Recorders that receive the events of the tiles."""
-        return self.tiles.recorders
-
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         """Report the events of each tile to these recorders, and to no others, from now on."""
         self.tiles.set_recorders(recorders)

@@ -32,7 +32,6 @@ from longshore.tiles.steps import (
     Forecast,
     ParameterStep,
     broken_state_error,
-    without_frames,
 )
 from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
@@ -257,7 +256,7 @@ class Tiles:
     def _fail_by(self, failures: Iterable[BaseException | None]) -> None:
         for failure in [*failures]:  # all, whatever failed before
             if failure is not None:
-                self.window.fail(_not_added(failure))
+                self.window.fail(failure, "a gradient could not be added on the host")
 
     def discard(self, parameter: int | None = None) -> None:
         """Drop all gradients, or those of one parameter; no state changes. The window goes on."""
@@ -508,15 +507,3 @@ class Tiles:
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
         self.tiles = []
-
-
-def _not_added(failure: BaseException) -> GradientError:
-    """Return the error for a gradient that was not added to those before it."""
-    if isinstance(failure, GradientError):
-        return failure
-    error = GradientError(
-        f"a gradient could not be added on the host ({failure}); zero_grad() discards this window, and training can go "
-        "on"
-    )
-    error.__cause__ = without_frames(failure)
-    return error

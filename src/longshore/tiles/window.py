@@ -1,7 +1,7 @@
 """The accumulation window of one optimizer: all that happens between two steps that are applied, skipped or discarded.
 
-It records, and never acts: whether the window can still be stepped, what its gradients are multiplied by, how many
-arrived, and how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``.
+It records, and never acts: whether the window can still be stepped, the factor of its gradients, how many arrived, and
+how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Window:
         arrived: how many gradients hooks took in this window, by parameter.
         gave_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
         refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
-            are told; it may also mend what was wrong, and step.
+            are told; it may also mend the cause, and step.
         interrupted: whether a forward raised. If this rank discards the window, the others are told, since it skips a
             batch that they may have stepped; it may also run the batch again.
     """
@@ -94,20 +94,18 @@ class Window:
 
     # -- whether it can be stepped --------------------------------------------
 
-    def fail(self, failure: BaseException) -> None:
-        """Note that the window cannot be stepped any more; the first failure counts."""
-        if self._failure is not None:
-            return
-        # A copy without traceback: its frames would keep all that is local to them, such as what keeps this window.
+    def fail(self, failure: BaseException, event: str = "something failed in this window") -> None:
+        """Note that the window cannot be stepped any more; the first failure counts. ``event`` says in words where an
+        error arose that is not one of ours."""
+        # Copies without tracebacks: frames would keep all that is local to them, such as the owner of this window.
+        own, cause = None, failure
         if isinstance(failure, LongshoreError):
             own, cause = copy.copy(failure), failure.__cause__
-        else:
-            own, cause = (
-                GradientError(f"{type(failure).__name__}: {failure} (zero_grad() discards this window)"),
-                failure,
-            )
-        if cause is not None and cause.__traceback__ is not None:
+        if cause is not None and not isinstance(cause, FailedThere):
             cause = FailedThere("".join(traceback.format_exception(cause)))
+        if own is None:
+            said = f"{event} ({type(failure).__name__}: {failure})"
+            own = GradientError(f"{said}; zero_grad() discards this window, and training can go on")
         own.__cause__ = cause
         self._failure = self._failure or own
 
@@ -127,7 +125,7 @@ class Window:
         """Whether other ranks have to know that the window ended, if this rank discards it."""
         return self.failed or self.refused or self.interrupted
 
-    # -- what its gradients are multiplied by ---------------------------------
+    # -- the factor of its gradients ------------------------------------------
 
     def clip(self, norm: Tensor, max_norm: float, measured: Fingerprint) -> None:
         """Set the coefficient ``max_norm / (norm + 1e-6)``, at most 1, as torch computes it, for these gradients.
@@ -186,11 +184,11 @@ class Window:
     # -- its end --------------------------------------------------------------
 
     def balance(self, parameters: Iterable[tuple[int, str, int | None, int]]) -> dict[int, Entry]:
-        """Return the counts of parameters in a window that is about to be stepped.
+        """Return the counts of parameters before they are stepped.
 
         Args:
-            parameters: index and name of each, how many gradients reached the step (None: it has no elements that are
-                stepped here), and how many steps are about to be made with them.
+            parameters: index and name of each, how many gradients reached the step (None: no element is stepped here),
+                and how many steps are about to be made with them.
 
         Raises:
             LongshoreError: a gradient arrived and would not be applied.
@@ -208,13 +206,13 @@ class Window:
         return entries
 
     def on_end(self, call: Callable[[Ended], None]) -> None:
-        """Call a method of an object at each end from now on, while what the window noted is still there. The object is
-        not kept alive."""
+        """Call a method of an object at each end from now on, before the window begins anew. The object is not kept
+        alive."""
         self._at_end = [each for each in self._at_end if each() is not None]
         self._at_end.append(weakref.WeakMethod(call))
 
     def end(self, how: Ended) -> None:
-        """End the window, and begin the next one. If something interrupts this, the next call ends what is left."""
+        """End the window, and begin the next one. It may be called again after an interrupt."""
         try:
             for each in self._at_end:
                 if (call := each()) is not None:
