@@ -187,7 +187,7 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
 def _delay(store: Any, seed: int, most_s: float) -> None:
     """The thread that reduces, and at stage 3 what gathers: before it meets the other ranks, and before it waits."""
     store.collectives._worker._on_start = delays(seed, most_s)
-    gathering = getattr(store.ownership, "_gathers", None)
+    gathering = getattr(store.residence, "_gathers", None)
     if gathering is not None:
         wait, begin, finish = delays(-seed, most_s), gathering._collectives.begin, gathering._collectives.finish
         gathering._collectives.begin = lambda *args: (wait(), begin(*args))[1]

@@ -586,7 +586,7 @@ def memory() -> dict[str, float]:
             engine.backward(engine(torch.randn(1, width)).sum())
             engine.step()
         # A rank's part of the memory in which all of them gather.
-        segments = engine.optimizer._core.store.ownership._gathers.shared._blocks
+        segments = engine.optimizer._core.store.residence._gathers.shared._blocks
         peak += sum(segment.capacity for segment in segments) / dist.get_world_size()
         shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
         counted = engine.optimizer.host_bytes()

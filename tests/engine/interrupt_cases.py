@@ -43,7 +43,7 @@ def interrupted_step(stage: int, at: str, interrupted: list[int], clip: float | 
     oracle.loop.step(oracle.gradients(Window(), 1, 1))
     backward(engine, 1, rank)
     owner, name, before = {
-        "agreement": (store.ownership, "outside_of_the_model", True),
+        "agreement": (store.residence, "outside_of_the_model", True),
         "measure": (store, "sum_of_squares", True),
         "preparation": (core, "take_edits", True),
         "meeting": (store, "_meet", True),

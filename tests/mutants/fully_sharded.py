@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "a rank that failed in backward says so only when it discards",
         "ShardedStore.end_backward",
-        "self.ownership.backward_failed()\nself.window.gave_up = True",
+        "self._give_up()\nself.window.gave_up = True",
         "pass",
         (FULLY_SHARDED,),
     ),
@@ -143,7 +143,7 @@ MUTANTS = [
     # -- fully_sharded.py and fsdp.py -----------------------------------------
     Mutant(
         "stale weights stay gathered after a step",
-        "FullySharded.before_publishing",
+        "FullySharded.free",
         "self._model.reshard()",
         "return",
         (FULLY_SHARDED,),
@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "values of frozen parameters are those that some rank steps",
-        "FullySharded.assemble_values",
+        "GridOwnership.assemble_values",
         "if not any(self.layout.stepped_by_rank(parameter)):",
         "if parameter not in self.layout.bucket_of:",
         (GATHER + "::test_frozen_parameters",),

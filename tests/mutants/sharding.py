@@ -98,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "a backward that fails is told when the window is discarded",
-        "Ownership.backward_failed",
-        "self.give_up()",
+        "ShardedStore.end_backward",
+        "self._give_up()",
         "pass",
         (ONE_SIDED,),
     ),
@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "ranks meet to read state whatever their windows are",
         "Ownership._from_ranks",
-        "self.collectives.meet(Action.READ, zlib.crc32(f'{parameter} {which}'.encode()), self.epoch.number)",
-        "self.collectives.meet(Action.READ, zlib.crc32(f'{parameter} {which}'.encode()), 0)",
+        "self.collectives.epoch.number",
+        "0",
         (ONE_SIDED,),
     ),
     Mutant(
@@ -374,7 +374,7 @@ MUTANTS = [
     ),
     Mutant(
         "a forward that fails in evaluation counts as a skipped batch",
-        "Ownership.interrupted",
+        "Residence.interrupted",
         "return trains",
         "return True",
         (ONE_SIDED,),
@@ -498,8 +498,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank leaves its window without a word",
-        "Ownership.give_up",
-        "self.collectives.leave(self.epoch.number)",
+        "ShardedStore._give_up",
+        "collectives.leave(epoch.number)",
         "",
         (FAILURES,),
     ),

@@ -211,7 +211,7 @@ class Engine(CoreEngine):
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again. At other stages
         nothing is gathered."""
-        self._store.free_gathered()
+        self._store.residence.free()
 
     @Answer
     def is_compiled(self) -> bool:

@@ -55,7 +55,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """
     core, record = _found(param, value)
     store = core.store
-    if store.is_whole(record.index):
+    if store.residence.is_whole(record.index):
         raise ParameterError(
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
             "write to it like to any tensor, with modifier_rank, or call this outside of the block"

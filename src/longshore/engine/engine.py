@@ -248,7 +248,7 @@ class Engine(EngineAttributes):
 
     def _check_kept(self) -> None:
         """Raise LongshoreError for what a script did to objects that it kept, where training would not see it."""
-        self._store.check_handles()
+        self._store.residence.check_handles()
 
     def _check_step(self) -> None:
         """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check, or if the

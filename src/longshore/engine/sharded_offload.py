@@ -16,7 +16,7 @@ from longshore.optim.offload import Offload
 from longshore.optim.shards import flat, held_part
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.twin_groups import twins_of
-from longshore.store.ownership import Ownership, ReplicatedOwnership
+from longshore.store.ownership import Ownership, ReplicatedOwnership, SharedResidence
 from longshore.store.reduction import ReductionSettings
 from longshore.store.sharded import ShardedStore
 from longshore.tiles import Window
@@ -94,11 +94,13 @@ class ShardedOffload(Offload):
         tiles = share.make_tiles(device, True, values_of, window, torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
-            from longshore.stage3.fully_sharded import FullySharded
+            from longshore.stage3.fully_sharded import FullySharded, GridOwnership
 
-            ownership = FullySharded(collectives, self.sharded, parameters, reduction.bucket_numel)
+            ownership = GridOwnership(collectives, self.sharded, parameters, reduction.bucket_numel)
+            residence = FullySharded(collectives, self.sharded, parameters)
         else:
             division = division_of(reduction.stage, collectives.world_size, collectives.rank)
+            residence = SharedResidence()
             owning = Ownership if reduction.stage > 0 else ReplicatedOwnership
             ownership = owning(collectives, Layout(division, reduction.bucket_numel), self.gather_numel)
-        return ShardedStore(tiles, ownership, reduction)
+        return ShardedStore(tiles, ownership, residence, reduction)

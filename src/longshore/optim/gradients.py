@@ -14,11 +14,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.optim.parameters import ParameterRecord, check_trainable
-from longshore.optim.released import (
-    elsewhere,
-    is_released,
-    put_gradient,
-)
+from longshore.optim.released import elsewhere, is_released, put_gradient
 from longshore.optim.shards import flat, gradient_part
 from longshore.store import Store
 from longshore.tiles import Ended, Fingerprint, Seen

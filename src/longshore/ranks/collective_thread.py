@@ -26,6 +26,7 @@ from longshore.ranks.device_collectives import DeviceCollectives
 from longshore.ranks.meeting import (
     NOTE_NUMEL,
     Action,
+    Epoch,
     Meeting,
     Row,
     Uncounted,
@@ -60,6 +61,7 @@ class CollectiveThread:
         within: thread of a group that has all of these ranks, whose collectives of a device are watched together.
 
     Attributes:
+        epoch: number of this rank's window.
         gives_up: whether this rank gave up its window and the others may not know; the next meeting tells them.
         differed: whether the ranks met for different things, so that all of them give up their windows.
         given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
@@ -94,6 +96,7 @@ class CollectiveThread:
         self._failed = False
         self._closing = threading.Event()
         # These change with each window.
+        self.epoch = Epoch()
         self.gives_up = False
         self._gave_up_at = 0
         """What ``discards`` was then."""

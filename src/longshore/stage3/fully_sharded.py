@@ -31,13 +31,13 @@ from longshore.ranks.meeting import Action, Epoch
 from longshore.ranks.shared_memory import SharedBlock, SharedMemory
 from longshore.ranks.twin_groups import Twins, twin_of, twins_of
 from longshore.stage3.fsdp import CopiesOfShards, FullyShardedModel
-from longshore.store.ownership import Ownership
+from longshore.store.ownership import Ownership, SharedResidence
 
 _LOOK_S = 1.0
 """Seconds between a rank's checks of whether it waits for others."""
 
 
-class FullySharded(Ownership):
+class GridOwnership(Ownership):
     """Ownership at stage 3: each rank steps its shards of the model's ``parameters`` (by index; it may grow)."""
 
     replicates = False
@@ -56,28 +56,47 @@ class FullySharded(Ownership):
             lambda index: model.group_of[id(parameters[index])],
         )
         super().__init__(collectives, Layout(grid, bucket_numel))
-        device = collectives.data.device
-        self._model = model
-        self._parameters = parameters
-        self._left_at = -1
-        """Number of the window to which this rank went on when it told the others last that it gave one up."""
         if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients are reduced in its jobs, over
             # this group.
             assert collectives.groups is not None
+            device = collectives.data.device
             groups = twins_of(collectives.groups.data, device, ranks=grid.data_ranks)
             self.averaging_collectives = CollectiveThread(groups, device, limit_bytes=1, within=collectives)
-        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, self.epoch, collectives)
-        self._gathers_with_all = model.grid.shards == collectives.world_size
-        if self._gathers_with_all:
-            # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
-            collectives.uncounted = self._gathers.uncounted
-        model.gather_by(lambda number: ModuleGather(self._gathers, number, model.copies))
 
     def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
         if not any(self.layout.stepped_by_rank(parameter)):
             return torch.empty(0, dtype=torch.float32)
         return self._from_ranks(parameter, "values", [held.float()])  # of frozen ones too, which no rank steps
+
+    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
+        return
+
+    def close(self) -> None:
+        if self.averaging_collectives is not self.collectives:
+            with contextlib.suppress(Exception):  # the caller that waited for these jobs got their failure
+                self.collectives.drain()  # its jobs use the group that is closed next
+            self.averaging_collectives.close()
+
+
+class FullySharded(SharedResidence):
+    """Residence of the model's ``parameters`` (by index) at stage 3: shards, which are gathered for each use."""
+
+    def __init__(
+        self, collectives: CollectiveThread, model: FullyShardedModel, parameters: Mapping[int, Tensor]
+    ) -> None:
+        self.collectives = collectives
+        self._model = model
+        self._parameters = parameters
+        self._left_at = -1
+        """Number of the window to which this rank went on when it told the others last that it gave one up."""
+        device, epoch = collectives.data.device, collectives.epoch
+        self._gathers = GatherMeetings(model.shard_group, device, model.module_names, epoch, collectives)
+        self._gathers_with_all = model.grid.shards == collectives.world_size
+        if self._gathers_with_all:
+            # This rank hears of the same windows in both, first in one or the other, and counts each of them once.
+            collectives.uncounted = self._gathers.uncounted
+        model.gather_by(lambda number: ModuleGather(self._gathers, number, model.copies))
 
     def is_whole(self, parameter: int) -> bool:
         return id(self._parameters[parameter]) in self._model.whole
@@ -127,13 +146,13 @@ class FullySharded(Ownership):
         self.give_up()  # the others may wait in the model
         return False
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
         self._gathers.interrupted()
         self._tell_others()
         self._model.reset()
+        return True
 
     def discarded(self) -> None:
-        super().discarded()
         self._gathers.discarded()
         self._model.discarded = True
 
@@ -145,24 +164,17 @@ class FullySharded(Ownership):
         # The next meeting would be too late: with tensor parallelism, this rank waits for the others in its next
         # forward, and they for this one in step(); other replicas may wait for this rank in zero_grad(), and this one
         # for them in a collective of the script. Each rank comes to one meeting to tell, or is told in it.
-        number, collectives = self.epoch.number, self.collectives
+        number, collectives = self.collectives.epoch.number, self.collectives
         if number != self._left_at:
             self._left_at = number
             collectives.leave(number, unless_told=True)
 
-    def before_publishing(self) -> None:
+    def free(self) -> None:
         self._model.reshard()
 
     def close(self) -> None:
         self._model.close()
         self._gathers.close()
-        if self.averaging_collectives is not self.collectives:
-            with contextlib.suppress(Exception):  # the caller that waited for these jobs got their failure
-                self.collectives.drain()  # its jobs use the group that is closed next
-            self.averaging_collectives.close()
-
-    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
-        return
 
 
 class GatherMeetings:
@@ -175,7 +187,7 @@ class GatherMeetings:
         group: process group of the ranks. Gathering uses a twin of it, so as not to wait for gradients under way.
         device: device of the parameters.
         names: names of the modules, by number.
-        window: status of this rank's window.
+        epoch: number of this rank's window.
         within: collectives over all ranks of the engine.
 
     Attributes:
@@ -260,7 +272,7 @@ class GatherMeetings:
                 raise
 
     def discarded(self) -> None:
-        """See :meth:`Ownership.discarded`."""
+        """See :meth:`SharedResidence.discarded`."""
         self._collectives.discards += 1
 
     def give_up(self) -> None:

@@ -14,8 +14,9 @@ from longshore.layout.divisions import Bucket
 from longshore.layout.layout import Layout
 from longshore.layout.tiles import Range
 from longshore.ranks.collective_thread import CollectiveThread
-from longshore.ranks.meeting import Action, Epoch
+from longshore.ranks.meeting import Action
 from longshore.store.agreement import as_flags, as_words
+from longshore.store.store import Residence
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
@@ -64,7 +65,6 @@ class Ownership:
     Attributes:
         replicates: whether every rank has all of each parameter on its device.
         averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
-        epoch: number of this rank's window.
         layout: of all parameters; replaced where some are added.
     """
 
@@ -74,59 +74,11 @@ class Ownership:
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.layout = layout
-        self.epoch = Epoch()
         on_cpu = collectives.data.device.type == "cpu"
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
 
-    def is_whole(self, parameter: int) -> bool:
-        """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
-        return False
-
-    def check_handles(self) -> None:
-        """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
-
-    def check_outside_of_gather(self, action: Action) -> None:
-        """Raise LongshoreError if parameters are whole now, inside a block of ``gather()``."""
-
-    def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this rank gave up."""
-
-    def into_backward(self) -> None:
-        """Begin a backward whose gradients are reduced; all ranks have to call this. Raises the errors of a meeting."""
-
-    def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
-        """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: what each used."""
-
-    def interrupted(self, trains: bool) -> bool:
-        """Return whether the others have to know that a forward raised, if this rank discards the window, which may
-        also go on. ``trains``: not for evaluation."""
-        return trains
-
-    def backward_failed(self) -> None:
-        """Note that a backward raised, with which this rank gives up the window."""
-        self.give_up()
-
-    def give_up(self) -> None:
-        """Note that this rank will discard its window, and tell the others if none of them told this rank.
-
-        They are told at once. One of them may be in :meth:`ShardedStore.discard`, where it waits for this rank, which
-        may wait for that one in a collective of the script.
-        """
-        if self.collectives.given_up > self.epoch.number:
-            self.epoch.number = self.collectives.given_up  # another rank told this one, and went on that far
-        else:
-            self.epoch.give_up()
-            self.collectives.leave(self.epoch.number)
-
-    def discarded(self) -> None:
-        """Count a window that this rank discarded: so it knows whether one that another rank gave up is a later one."""
-        self.collectives.discards += 1
-
-    def before_publishing(self) -> None:
-        """Prepare for a change of the parameters on the device."""
-
     def close(self) -> None:
-        """Undo what was changed in the model."""
+        """End the threads of this object; :attr:`collectives` goes on."""
 
     def spread(self, bucket: Bucket, reduced: list[tuple[Range, Tensor]]) -> Iterable[tuple[Range, Tensor]]:
         """Return the gradients of the owned ranges from those of this rank's shard: float32, flat. Called in a job."""
@@ -171,7 +123,9 @@ class Ownership:
             padded[: part.numel()] = part
 
         def collect() -> list[Tensor]:
-            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.epoch.number)
+            self.collectives.meet(
+                Action.READ, zlib.crc32(f"{parameter} {which}".encode()), self.collectives.epoch.number
+            )
             outgoing = self.collectives.data.outgoing(padded.nbytes)
             outgoing.memory.copy_(padded.view(torch.uint8))
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.data.gather(outgoing)]
@@ -220,6 +174,29 @@ class ReplicatedOwnership(Ownership):
 
     def total(self, part: float) -> float:
         return part
+
+
+class SharedResidence(Residence):
+    """Residence of parameters that several ranks use together, each at its own pace: here each has all of them."""
+
+    def check_outside_of_gather(self, action: Action) -> None:
+        """Raise LongshoreError if parameters are whole now, inside a block of ``gather()``."""
+
+    def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
+        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this rank gave up."""
+
+    def into_backward(self) -> None:
+        """Begin a backward whose gradients are reduced; all ranks have to call this. Raises the errors of a meeting."""
+
+    def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
+        """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: those of each."""
+
+    def give_up(self) -> bool:
+        """Note that this rank gives up its window. Return whether the others were told, as far as they have to be."""
+        return False
+
+    def discarded(self) -> None:
+        """Note that this rank discarded its window."""
 
 
 class OwnedForecast(Forecast):

@@ -148,7 +148,7 @@ class LocalGradients:
         self._tiles = tiles
         self._ownership = ownership
         self._collectives = ownership.collectives
-        self._epoch = ownership.epoch
+        self._epoch = ownership.collectives.epoch
         self._settings = settings
         self._lock = threading.RLock()
         self._raw_backward: tuple[int, weakref.ref[Any]] | None = None

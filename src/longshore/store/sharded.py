@@ -20,20 +20,11 @@ from longshore.layout.tiles import Range, Spec
 from longshore.ranks.meeting import REFUSED, Action
 from longshore.store.agreement import Statement, agreement_of, check_same, verdict_number
 from longshore.store.exchange import RankExchange
-from longshore.store.ownership import OwnedForecast, Ownership
+from longshore.store.ownership import OwnedForecast, Ownership, SharedResidence
 from longshore.store.reduction import ReductionSettings
 from longshore.store.rounds import LocalGradients
 from longshore.store.store import Store
-from longshore.tiles import (
-    Breakage,
-    Ended,
-    Forecast,
-    Matrix,
-    ParameterStep,
-    Recorder,
-    Tiles,
-    broken_state_error,
-)
+from longshore.tiles import Breakage, Ended, Forecast, Matrix, ParameterStep, Recorder, Tiles, broken_state_error
 from longshore.tiles.matrix_exchange import reserve
 
 
@@ -46,11 +37,14 @@ class ShardedStore(Store):
 
     alone: ClassVar[bool] = False
 
-    def __init__(self, tiles: Tiles, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(
+        self, tiles: Tiles, ownership: Ownership, residence: SharedResidence, settings: ReductionSettings
+    ) -> None:
         super().__init__(tiles)
+        self.residence: SharedResidence = residence
         self.ownership, self.collectives = ownership, ownership.collectives
         self._settings = settings
-        self.epoch = ownership.epoch
+        self.epoch = ownership.collectives.epoch
         self._gradients = LocalGradients(tiles, ownership, settings)
         self._broken: Breakage | None = None
         """Why a step that all ranks had agreed on ended half way, on this rank or another one."""
@@ -110,7 +104,7 @@ class ShardedStore(Store):
         self.check_usable()
         self._check_not_over()
         if reduce:
-            self.ownership.into_backward()
+            self.residence.into_backward()
         self._gradients.begin_backward(reduce, last)
 
     def end_backward(self, failure: BaseException | None) -> None:
@@ -120,7 +114,7 @@ class ShardedStore(Store):
         self._gradients.end_backward()
         if failure is not None:
             # At once: the others may wait for this rank, in the middle of this backward or in step().
-            self.ownership.backward_failed()
+            self._give_up()
             self.window.gave_up = True
 
     def foresee(self, forecast: Forecast) -> None:
@@ -134,10 +128,6 @@ class ShardedStore(Store):
             self.check_usable()
         self._gradients.arrive(parameter, gradient, by_hook)
         return None
-
-    def interrupted(self, trains: bool) -> None:
-        if self.ownership.interrupted(trains):
-            self.window.interrupted = True
 
     def arrivals(self, parameter: int) -> int:
         return self._gradients.arrivals.get(parameter, 0)
@@ -164,25 +154,38 @@ class ShardedStore(Store):
             window, epoch, collectives = self.window, self.epoch, self.collectives
             lost, collectives.differed = window.lost or epoch.told or collectives.differed, False
             if lost and not window.gave_up:
-                self.ownership.give_up()
+                self._give_up()
             elif not lost and told:
                 epoch.number = max(epoch.number, collectives.given_up)
-            self.ownership.discarded()
+            collectives.discards += 1  # so it is known whether a window that another rank gave up is a later one
+            self.residence.discarded()
             epoch.told = False  # failures from now on belong to another window
             self.tiles.discard()
             window.end(how)
 
+    def _give_up(self) -> None:
+        """Note that this rank will discard its window, and tell the others if none of them told this rank.
+
+        They are told at once. One of them may be in :meth:`discard`, where it waits for this rank, which may wait for
+        that one in a collective of the script.
+        """
+        epoch, collectives = self.epoch, self.collectives
+        if self.residence.give_up():
+            return
+        if collectives.given_up > epoch.number:
+            epoch.number = collectives.given_up  # another rank told this one, and went on that far
+        else:
+            epoch.give_up()
+            collectives.leave(epoch.number)
+
     # -- the end of a window --------------------------------------------------
 
     def ranks_with_raw(self, raw: bool) -> Sequence[int]:
-        self.ownership.outside_of_the_model(Action.ALONE)
+        self.residence.outside_of_the_model(Action.ALONE)
         window, said = self.epoch.number, [int(raw)]
         rows = self.collectives.run(lambda: self.collectives.tell(Action.ALONE, 0, window, said))
         assert rows is not None
         return [rank for rank, (theirs,) in enumerate(rows.tolist()) if theirs]
-
-    def check_handles(self) -> None:
-        self.ownership.check_handles()
 
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
@@ -190,7 +193,7 @@ class ShardedStore(Store):
         self.check_usable()
         self._check_not_over()
         if not reading:
-            self.ownership.check_outside_of_gather(Action.STEP)
+            self.residence.check_outside_of_gather(Action.STEP)
         window, local = self.window, self._gradients
         closing, kept = local.take()
         layout, order = self.layout, local.planned_order()
@@ -208,7 +211,7 @@ class ShardedStore(Store):
             window.check()  # first: what failed in its backwards is the cause
             agreed.check(self.collectives.rank, failure, GradientError)
             agreed.check_reduced()
-            self.ownership.check_used(parameters, agreed.used_by_rank)
+            self.residence.check_used(parameters, agreed.used_by_rank)
             if debugging():
                 agreed.check_backwards()
             local.order = list(agreed.order)
@@ -223,7 +226,7 @@ class ShardedStore(Store):
             return active
 
         try:
-            self.ownership.outside_of_the_model(Action.STEP, window.failed or failure is not None)
+            self.residence.outside_of_the_model(Action.STEP, window.failed or failure is not None)
             return dict.fromkeys(self.collectives.run(settle), None)
         except BaseException as error:
             window.fail(error)
@@ -273,7 +276,7 @@ class ShardedStore(Store):
         }
         failure: BaseException | None = None
         try:
-            self.ownership.before_publishing()
+            self.residence.free()
             self.tiles.commit(own, scale, lambda: None, exchange)
         except BaseException as error:
             failure = error  # the others are told below
@@ -348,17 +351,11 @@ class ShardedStore(Store):
     def meet(self, loading: bool) -> None:
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
-        self.ownership.check_outside_of_gather(action)
-        self.ownership.outside_of_the_model(action)
+        self.residence.check_outside_of_gather(action)
+        self.residence.outside_of_the_model(action)
         self._meet(action, 0)
         if loading:
             self._before_writing()
-
-    def is_whole(self, parameter: int) -> bool:
-        return self.ownership.is_whole(parameter)
-
-    def free_gathered(self) -> None:
-        self.ownership.before_publishing()
 
     def begin_load(self) -> None:
         self._before_writing()
@@ -384,6 +381,7 @@ class ShardedStore(Store):
 
     def close(self) -> None:
         self._closed = True
+        self.residence.close()
         self.ownership.close()
         self.collectives.close()
         super().close()

@@ -14,6 +14,28 @@ from longshore.layout.tiles import Range, Spec
 from longshore.tiles import Breakage, Ended, Forecast, ParameterStep, Recorder, Tiles
 
 
+class Residence:
+    """Place of the parameters between their uses: here their device, all of them all the time."""
+
+    def is_whole(self, parameter: int) -> bool:
+        """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
+        return False
+
+    def check_handles(self) -> None:
+        """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
+
+    def interrupted(self, trains: bool) -> bool:
+        """Return whether the others have to know that a forward raised, if this rank discards the window, which may
+        also go on. ``trains``: not for evaluation."""
+        return trains
+
+    def free(self) -> None:
+        """Free the parameters that were gathered: they are about to change, or their memory is needed."""
+
+    def close(self) -> None:
+        """Undo all changes to the model."""
+
+
 class Store:
     """Optimizer state and gradients by parameter. This process has all of it; a subclass shares it with other ranks.
 
@@ -23,6 +45,7 @@ class Store:
     Attributes:
         alone: whether this process has all of the state.
         tiles: tiles of the ranges that this process steps, by their keys.
+        residence: place of the parameters between their uses.
         window: the accumulation window, which :meth:`discard`, :meth:`commit` and :meth:`begin_load` end.
         several: whether a window that several ranks stepped, in this run or in one from which it goes on, had several
             gradients of one parameter.
@@ -32,6 +55,7 @@ class Store:
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
+        self.residence = Residence()
         self.window = tiles.window
         self.several = False
         self._numels: dict[int, int] = {}
@@ -91,7 +115,8 @@ class Store:
 
     def interrupted(self, trains: bool) -> None:
         """Note that a forward raised, after which the window may still go on. ``trains``: not for evaluation."""
-        return
+        if self.residence.interrupted(trains):
+            self.window.interrupted = True
 
     def arrivals(self, parameter: int) -> int:
         """Return how many gradients of ``parameter`` this process brought into the window."""
@@ -126,10 +151,6 @@ class Store:
         """Return the ranks that come with ``raw`` True to a ``step()`` that no ``engine.backward()`` came before; none
         if this process is alone."""
         return ()
-
-    def check_handles(self) -> None:
-        """Raise ParameterError if scripts changed sharded parameters where that would not be seen."""
-        return
 
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
@@ -186,14 +207,6 @@ class Store:
 
     def meet(self, loading: bool) -> None:
         """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
-        return
-
-    def is_whole(self, parameter: int) -> bool:
-        """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
-        return False
-
-    def free_gathered(self) -> None:
-        """Free the parameters that stage 3 has gathered on this rank; the next use gathers them again."""
         return
 
     def begin_load(self) -> None:

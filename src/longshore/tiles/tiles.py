@@ -25,14 +25,7 @@ from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.steps import (
-    GRADIENT,
-    MASTER,
-    Breakage,
-    Forecast,
-    ParameterStep,
-    broken_state_error,
-)
+from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
 from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
 from longshore.tiles.window import Window

@@ -59,8 +59,7 @@ Fingerprint = Mapping[int, Seen]
 class Window:
     """The accumulation window of one optimizer.
 
-    Any thread may call :meth:`fail`, and write :attr:`arrived` in the hooks of different parameters; everything else is
-    for the thread that steps.
+    Any thread may call :meth:`fail`, and write :attr:`arrived` in hooks; all else is for the thread that steps.
 
     Attributes:
         loss_scale: factor by which the losses of the window are multiplied.
@@ -97,7 +96,7 @@ class Window:
     def fail(self, failure: BaseException, event: str = "something failed in this window") -> None:
         """Note that the window cannot be stepped any more; the first failure counts. ``event`` says in words where an
         error arose that is not one of ours."""
-        # Copies without tracebacks: frames would keep all that is local to them, such as the owner of this window.
+        # Copies, here and in check(): a traceback would keep all that is local to its frames, as the window's owner.
         own, cause = None, failure
         if isinstance(failure, LongshoreError):
             own, cause = copy.copy(failure), failure.__cause__
@@ -117,7 +116,6 @@ class Window:
     def check(self) -> None:
         """Raise the first failure of the window, if there was one: a GradientError, or another error of ours."""
         if self._failure is not None:
-            # A copy: the traceback of what is raised has this frame, a cycle.
             raise copy.copy(self._failure) from self._failure.__cause__
 
     @property
