@@ -36,6 +36,16 @@ def test_before_and_after_a_step() -> None:
         assert after.host_bytes["state"] >= 12 * sum(NUMELS.values())
 
 
+def test_a_frozen_parameter_is_stepped_nowhere() -> None:
+    with started(file()) as engine:
+        engine.module[0].weight.requires_grad_(False)
+        train(engine, [loss_of(engine, 0)])
+        counts = {
+            row.name: (row.arrived, row.reduced, row.applied) for row in engine.explain(print_it=False).parameters
+        }
+        assert counts["0.weight"] == (0, 0, 0) and counts["2.weight"] == (1, 1, 1)
+
+
 def test_between_backward_and_step() -> None:
     """Gradients are on the host by then, and what stands for them is no memory."""
     with started(file()) as engine:

@@ -146,8 +146,9 @@ def test_a_loop_that_discards_in_every_micro_step_is_warned(by_optimizer: bool) 
             (engine.optimizer if by_optimizer else engine).zero_grad()
         engine.backward(engine(torch.randn(3, 16)).sum())
         engine.step()
-        with pytest.warns(UserWarning, match="discarded 1 of 4 backwards"):
+        with pytest.warns(UserWarning, match="discarded 1 of 4 backwards") as told:
             (engine.optimizer if by_optimizer else engine).zero_grad()
+        assert told[0].filename == __file__
         for _ in range(4):
             engine.backward(engine(torch.randn(3, 16)).sum())
             engine.step()
@@ -155,6 +156,18 @@ def test_a_loop_that_discards_in_every_micro_step_is_warned(by_optimizer: bool) 
         engine.zero_grad()
     finally:
         engine.destroy()
+
+
+def test_destroy_is_no_discard_to_warn_of() -> None:
+    """Warnings are errors here: one would leave the threads, and the memory of the state."""
+    config = longshore.Config(optimizer={"type": "AdamW"}, gradient_accumulation_steps=2)
+    engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
+    for _ in range(2):
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.step()
+        engine.zero_grad()
+    engine.backward(engine(torch.randn(3, 16)).sum())
+    engine.destroy()
 
 
 def test_a_loop_that_discards_before_each_step_is_warned_once() -> None:

@@ -447,6 +447,32 @@ MUTANTS = [
         (STORE,),
     ),
     Mutant(
+        "an addition that failed stays with a window that goes on without it",
+        "Tiles.discard",
+        "tier.drain()",
+        "self._drain()",
+        (f"{STORE}::test_an_addition_that_failed_is_dropped_with_the_gradients_while_the_window_goes_on",),
+    ),
+    Mutant(
+        "gradients of replaced parameters count for the new ones",
+        "OptimizerCore._lay_out_anew",
+        "self.window.lose_gradients()",
+        "",
+        ("tests/optim/test_laid_out_anew.py",),
+    ),
+    Mutant(
+        "a listener that raises keeps a window open",
+        "Window.end",
+        "try:\n"
+        "    for each in self._at_end:\n"
+        "        if (call := each()) is not None:\n"
+        "            call(how)\n"
+        "finally:\n"
+        "    self._begin()",
+        "for each in self._at_end:\n    if (call := each()) is not None:\n        call(how)\nself._begin()",
+        ("tests/tiles/test_window.py",),
+    ),
+    Mutant(
         "additions of a window that failed go on in the next",
         "Tiles._drain",
         "self._fail_by((tier.drain() for tier in self.tiers))",

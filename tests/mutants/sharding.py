@@ -430,7 +430,7 @@ MUTANTS = [
     ),
     Mutant(
         "a new window begins with the failure of the last",
-        "Window._begin",
+        "Window.lose_gradients",
         "self._failure: LongshoreError | None = None",
         "self._failure: LongshoreError | None = getattr(self, '_failure', None)",
         (FAILURES,),

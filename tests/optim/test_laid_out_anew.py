@@ -41,6 +41,27 @@ def test_a_model_converted_before_the_first_step(release: bool, dtype: torch.dty
     assert same_weights(*results)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_parameters_replaced_in_the_middle_of_a_window(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the former ones are theirs, and so is a failure to take one."""
+    former, present = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = longshore.AdamW([former], lr=0.1, release_gradients=True)
+    with monkeypatch.context() as patched:
+        if fails:
+            patched.setattr(optimizer._core.store, "arrive", lambda *_: 1 / 0)
+        former.sum().backward()
+    optimizer.param_groups[0]["params"][:] = [present]
+    optimizer.step()  # there is no gradient
+    assert torch.equal(present, torch.ones(3))
+    present.sum().backward()
+    optimizer.step()
+    plain = nn.Parameter(torch.ones(3))
+    twin = torch.optim.AdamW([plain], lr=0.1)
+    plain.sum().backward()
+    twin.step()
+    assert torch.equal(present, plain) and torch.equal(former, torch.ones(3))
+
+
 @MODES
 def test_after_the_first_step_and_with_a_loaded_state_it_stays_an_error(release: bool) -> None:
     model = small_model()

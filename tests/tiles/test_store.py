@@ -565,6 +565,21 @@ def test_a_gradient_that_could_not_be_added(train, transfer, monkeypatch: pytest
     training.check()
 
 
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_an_addition_that_failed_is_dropped_with_the_gradients_while_the_window_goes_on(
+    train, transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ranks reduce anew what one of them had more of."""
+    training = train(transfer())
+    with monkeypatch.context() as patch:
+        fail_at(patch, training.store.kernels, "sum_of_two", 1, MemoryError("no room"))
+        for _ in range(2):
+            training.arrive(0, training.gradient(0))
+        training.store.discard()
+    training.window({0: 2, 3: 2})
+    training.check()
+
+
 def test_a_copy_that_fails_on_its_way(train) -> None:
     training = train(SimulatedTransfer(1), numels=(30,), tile_numel=100)
     (tile,) = training.store.tiles

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from longshore.accelerator import number_of
@@ -266,5 +270,13 @@ class Accumulation:
                 f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
                 f"{self.discards} times with no step() applied between; call it after a step() "
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
-                stacklevel=8,
+                stacklevel=_script_level(),
             )
+
+
+def _script_level() -> int:
+    """Return the ``stacklevel`` by which a warning of the caller names the line of the script that called longshore,
+    perhaps by way of torch."""
+    inside = tuple(f"{place}{os.sep}" for place in (Path(__file__).parents[1], Path(torch.__file__).parent))
+    callers = inspect.stack(context=0)[1:]
+    return next((level for level, each in enumerate(callers, 1) if not each.filename.startswith(inside)), 1)

@@ -382,7 +382,7 @@ class Engine(EngineAttributes):
         finally:
             if self._reports is not None:
                 self._reports.close()
-            core_of(self.optimizer).window.end(Ended.DISCARDED)  # with the parameters' .grad
+            core_of(self.optimizer).window.end(Ended.CLOSED)  # with the parameters' .grad
             self.optimizer.close()
             self._store.tiles.release()
             if self._stream is not None:

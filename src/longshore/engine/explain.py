@@ -132,7 +132,7 @@ class Explanation:
         table = Table("parameter", "elements", "bucket", "stepped by rank", "step", "arrived", "reduced", "applied")
         for entry in self.parameters[:_MOST_ROWS]:
             owners = ", ".join(f"{rank}: {numel:,}" for rank, numel in entry.owners)
-            reduced = "elsewhere" if entry.reduced is None and entry.numel else str(entry.reduced or 0)
+            reduced = "elsewhere" if entry.reduced is None else str(entry.reduced)
             bucket = "" if entry.bucket is None else str(entry.bucket)
             counts = (str(entry.step), str(entry.arrived), reduced, str(entry.applied))
             table.add_row(entry.name, f"{entry.numel:,}", bucket, owners, *counts)

@@ -280,6 +280,7 @@ class OptimizerCore:
         fresh.source.members = self._members_weakly()
         self.handed_out.states.clear()
         self._repeated = None
+        self.window.lose_gradients()
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
@@ -390,7 +391,8 @@ class OptimizerCore:
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
             entries = self.window.balance(
-                (index, each.name, store.reduced(index), int(index in steps)) for index, each in records.items()
+                (index, each.name, each.parameter.numel(), store.reduced(index), int(index in steps))
+                for index, each in records.items()
             )
             self._adoption.adopt(store, self._present(), steps)
             for index in steps:

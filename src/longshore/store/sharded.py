@@ -132,6 +132,10 @@ class ShardedStore(Store):
     def arrivals(self, parameter: int) -> int:
         return self._gradients.arrivals.get(parameter, 0)
 
+    def reduced(self, parameter: int) -> int | None:
+        elsewhere = parameter in self.layout.bucket_of and not self.owned(parameter)
+        return None if elsewhere else super().reduced(parameter)
+
     def forget(self, parameter: int) -> None:
         self.check_usable()
         if self._gradients.forget(parameter):
@@ -231,6 +235,8 @@ class ShardedStore(Store):
         except BaseException as error:
             window.fail(error)
             raise
+        finally:
+            failure = None  # its traceback has this frame: a cycle, with the store in it
 
     @contextlib.contextmanager
     def preparing(self, same: Mapping[str, Tensor]) -> Iterator[None]:

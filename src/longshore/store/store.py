@@ -123,10 +123,9 @@ class Store:
         return self.tiles.arrivals(parameter)
 
     def reduced(self, parameter: int) -> int | None:
-        """Return how many gradients of ``parameter``, reduced over ranks, are here; None if no element is stepped
-        here."""
+        """Return how many gradients of ``parameter``, reduced over ranks, are here; None if it is stepped elsewhere."""
         ranges = self.owned(parameter) if parameter in self else ()
-        return min((self.tiles.reduced(each.key) for each in ranges), default=None)
+        return min((self.tiles.reduced(each.key) for each in ranges), default=0)
 
     def forget(self, parameter: int) -> None:
         """Drop the gradients of one parameter; no state changes."""

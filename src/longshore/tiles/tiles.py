@@ -257,14 +257,15 @@ class Tiles:
         with self._lock:
             for tier in self.tiers:
                 tier.device_sums.clear() if parameter is None else tier.device_sums.pop(parameter)
-            self._drain()
             if parameter is not None:
+                self._drain()
                 for tier, tile, segment in self._placed(parameter):
                     if tile.forget(segment) == 0:
                         tier.end_window([tile], TileEvent.DISCARD)
                     tier.speculator.drop(tile)
                 return
             for tier in self.tiers:
+                tier.drain()  # what failed is dropped, too
                 tier.end_window(tier.tiles, TileEvent.DISCARD)
                 tier.speculator.end_window(tier.tiles, None)
             self.recorder.mark(DISCARD, None)

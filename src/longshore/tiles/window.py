@@ -23,12 +23,13 @@ from longshore.tiles.steps import FailedThere
 
 
 class Ended(Enum):
-    """How a window ended: its step was applied, its step was due and skipped because of an overflow, or its gradients
-    were discarded."""
+    """How a window ended: its step was applied, or was due and skipped because of an overflow; its gradients were
+    discarded, or with them the engine."""
 
     STEPPED = auto()
     SKIPPED = auto()
     DISCARDED = auto()
+    CLOSED = auto()
 
 
 class Entry(NamedTuple):
@@ -62,16 +63,13 @@ class Window:
     Any thread may call :meth:`fail`, and write :attr:`arrived` in hooks; all else is for the thread that steps.
 
     Attributes:
-        loss_scale: factor by which the losses of the window are multiplied.
-        is_dynamic: whether that factor changes with overflows.
-        overflowed: whether the gradients of the last window overflowed, so that its step was skipped.
+        loss_scale, is_dynamic, overflowed: what ``set_loss_scale()`` of the optimizer set last.
         entries: counts of the last window that was stepped, by parameter.
         arrived: how many gradients hooks took in this window, by parameter.
         gave_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
-        refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
-            are told; it may also mend the cause, and step.
-        interrupted: whether a forward raised. If this rank discards the window, the others are told, since it skips a
-            batch that they may have stepped; it may also run the batch again.
+        refused: whether this rank raised an error before it met the others for a step. It may mend the cause, and step.
+        interrupted: whether a forward raised. This rank may run the batch again; if it discards the window, it skips a
+            batch that the others may have stepped.
     """
 
     def __init__(self) -> None:
@@ -82,10 +80,14 @@ class Window:
         self._begin()
 
     def _begin(self) -> None:
-        self.arrived: dict[int, int] = {}
         self.gave_up = self.refused = self.interrupted = False
-        self._failure: LongshoreError | None = None
+        self.lose_gradients()
         self._unclip()
+
+    def lose_gradients(self) -> None:
+        """Forget the gradients that arrived, and failed to: all parameters were replaced."""
+        self.arrived: dict[int, int] = {}
+        self._failure: LongshoreError | None = None
 
     def _unclip(self) -> None:
         self._coefficient = 1.0
@@ -93,17 +95,17 @@ class Window:
 
     # -- whether it can be stepped --------------------------------------------
 
-    def fail(self, failure: BaseException, event: str = "something failed in this window") -> None:
-        """Note that the window cannot be stepped any more; the first failure counts. ``event`` says in words where an
-        error arose that is not one of ours."""
+    def fail(self, failure: BaseException, event: str = "") -> None:
+        """Note that the window cannot be stepped any more; the first failure counts. ``event`` says in words what could
+        not be done, if the error does not."""
         # Copies, here and in check(): a traceback would keep all that is local to its frames, as the window's owner.
         own, cause = None, failure
-        if isinstance(failure, LongshoreError):
+        if isinstance(failure, GradientError if event else LongshoreError):
             own, cause = copy.copy(failure), failure.__cause__
         if cause is not None and not isinstance(cause, FailedThere):
             cause = FailedThere("".join(traceback.format_exception(cause)))
         if own is None:
-            said = f"{event} ({type(failure).__name__}: {failure})"
+            said = f"{event or 'something failed in this window'} ({type(failure).__name__}: {failure})"
             own = GradientError(f"{said}; zero_grad() discards this window, and training can go on")
         own.__cause__ = cause
         self._failure = self._failure or own
@@ -181,20 +183,16 @@ class Window:
 
     # -- its end --------------------------------------------------------------
 
-    def balance(self, parameters: Iterable[tuple[int, str, int | None, int]]) -> dict[int, Entry]:
-        """Return the counts of parameters before they are stepped.
+    def balance(self, parameters: Iterable[tuple[int, str, int, int | None, int]]) -> dict[int, Entry]:
+        """Return the counts of parameters before they are stepped, each with its index, name, number of elements,
+        gradients that reached the step (None: it is stepped elsewhere), and steps that are about to be made.
 
-        Args:
-            parameters: index and name of each, how many gradients reached the step (None: no element is stepped here),
-                and how many steps are about to be made with them.
-
-        Raises:
-            LongshoreError: a gradient arrived and would not be applied.
+        Raises LongshoreError if a gradient arrived and would not be applied.
         """
         entries = {}
-        for index, name, reduced, applied in parameters:
+        for index, name, numel, reduced, applied in parameters:
             arrived = self.arrived.get(index, 0)
-            if arrived > 0 and (not applied or reduced == 0):
+            if arrived > 0 and (not applied or (reduced == 0 and numel > 0)):
                 raise LongshoreError(
                     f"parameter {name}: {arrived} gradients arrived in this window, {reduced} reached the step, and "
                     f"{applied} steps would be made. Nothing was stepped. This is a bug in longshore: please report "
