@@ -1,4 +1,4 @@
-"""What longshore needs of an accelerator beyond ``torch.accelerator``, which it uses for every type of device."""
+"""Functions of accelerators that ``torch.accelerator`` lacks; longshore uses it for every type of device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_current(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Return a stream of ``device`` on which nobody else's collectives wait.
+    """Return a stream of ``device`` on which no other collectives wait.
 
     torch has 32 streams of each priority and hands them out in turn, again and again: those of communicators (nccl's
     have priority 0) and of FSDP2 (-1) may be the same one. A collective that waits there for another rank would hold up
@@ -204,7 +204,7 @@ class WaitingStream:
         self._stream = new_stream(device)
 
     def after(self, wait: Callable[[], object]) -> torch.Event:
-        """Return an event behind what ``wait`` lets the current stream wait for."""
+        """Return an event behind the work that ``wait`` lets the current stream wait for."""
         with current_stream_is(self._stream):
             wait()
             return self._stream.record_event()

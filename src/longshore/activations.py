@@ -142,7 +142,7 @@ class HostInput:
         return self._host.numel() * self._host.element_size()
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is in pinned memory and nobody has begun."""
+        """Begin to bring it back, if it is in pinned memory and is not on its way."""
         if self._copies and self._fetch is None:
             to_host, to_device = _streams(self._device)
             restored, target = self._memory_on_device()
@@ -246,7 +246,7 @@ def held_host_bytes() -> int:
 def compute_again(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs_on_host: bool
 ) -> Any:
-    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
+    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping its activations.
 
     ``inputs_on_host``: the tensors among the arguments are kept in host memory, unless the call is inside of another
     one, which computes it again itself.

@@ -56,10 +56,10 @@ def deprecated_argument(
 
 
 def deprecated_function(instead: str, *, since: str, removed_in: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function or method that another one replaces: it warns, and does what it did.
+    """Decorate a function or method that another one replaces: it warns, and works as before.
 
     Args:
-        instead: what to use, as one writes it: ``"longshore.gather()"``.
+        instead: its replacement, as one writes it: ``"longshore.gather()"``.
         since, removed_in: as for :func:`deprecated_argument`.
     """
 

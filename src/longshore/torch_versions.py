@@ -1,4 +1,4 @@
-"""The oldest torch of longshore and of each feature: what the checks, the skips of tests and the documentation read.
+"""The oldest torch of longshore and of each feature: the table of checks, of skipped tests and of the documentation.
 
 ``make test-versions`` runs the tests on these versions.
 """
@@ -17,7 +17,7 @@ def text_of(version: Version) -> str:
 
 
 def installed() -> str:
-    """Return the version of the torch that is imported here, with what it was built for: ``2.13.0+cpu``."""
+    """Return the version of the torch that is imported here, with its build: ``2.13.0+cpu``."""
     import torch  # here: the documentation and the command line's help read the table without it
 
     return str(torch.__version__)
@@ -31,7 +31,7 @@ class Feature:
         name: as users know it.
         oldest: the first torch with which it works.
         why: what is said of older ones, after "they".
-        instead: what to do with an older one.
+        instead: advice for an older one.
     """
 
     name: str

@@ -23,7 +23,7 @@ def units_of(model: nn.Module, policy: WrapPolicy, argument: str = "wrap_policy"
             transformers do), otherwise the modules that repeat in an ``nn.ModuleList`` or ``nn.Sequential``.
             Names of classes. A number: modules that have at least that many elements outside of smaller units.
             A function of name and module that returns whether the module is a unit.
-        argument: what the user calls ``policy``.
+        argument: the user's name of ``policy``.
 
     Raises:
         ValueError: no module has a named class, or the policy is invalid.

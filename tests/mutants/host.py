@@ -474,9 +474,9 @@ MUTANTS = [
     ),
     Mutant(
         "additions of a window that failed go on in the next",
-        "Tiles._drain",
-        "self._fail_by((tier.drain() for tier in self.tiers))",
-        "self._fail_by(() if self.window.failed else (tier.drain() for tier in self.tiers))",
+        "Tiles.discard",
+        "tier.drain()",
+        "self.window.failed or tier.drain()",
         (STORE,),
     ),
     Mutant(

@@ -16,7 +16,7 @@ PROCESSOR_ENTRY = "processor"
 
 
 def arithmetic_entries() -> dict[str, Any]:
-    """Return what the manifest of a new checkpoint says."""
+    """Return the entries of the manifest of a new checkpoint."""
     return {ARITHMETIC_ENTRY: ARITHMETIC, PROCESSOR_ENTRY: platform.machine()}
 
 

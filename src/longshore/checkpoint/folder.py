@@ -246,7 +246,7 @@ class Draft:
                 remove_replaced(aside, self.root / self.tag)
 
     def _carry_over(self) -> None:
-        """Link what others put into the former checkpoint's folder: a tokenizer, for example."""
+        """Link the files of others in the former checkpoint's folder: a tokenizer, for example."""
         former = self.root / self.tag
         for name in others_in(former):
             if os.path.lexists(self.path / name):
@@ -347,7 +347,7 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     """Remove one run's complete checkpoints except the ``keep_last`` that were written last, the one that ``latest``
     names, those saved with ``latest`` False, and copies under other names; return their tags.
 
-    What others put into their folders stays there.
+    Files of others in their folders stay there.
     """
     latest, own = read_latest(root), []
     for path in _folders(root):

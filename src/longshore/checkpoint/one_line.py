@@ -46,7 +46,7 @@ def save(
 ) -> Path:
     """Save a model and its longshore optimizer, between two steps, in the format of ``engine.save_checkpoint``.
 
-    All ranks have to call it. Each writes what it has: shards of ``DTensor`` (FSDP2), and stages of a pipeline, whose
+    All ranks have to call it. Each writes its own part: shards of ``DTensor`` (FSDP2), and stages of a pipeline, whose
     modules need different names. Ranks that have a parameter of the same name have to have the same values, which is
     verified, and one of them writes it. Only ``DistributedDataParallel`` over all ranks keeps parameters the same: rank
     0 writes them alone, and calls on other ranks do nothing.

@@ -120,7 +120,7 @@ class OptimizerState:
         return self._store.tiles.streams.device.type
 
     def held(self) -> dict[str, dict[str, Any]]:
-        """Return what has to be the same on all ranks that have a parameter, by name. States are checksums."""
+        """Return the values that ranks with the same parameter have to share, by name. States are checksums."""
         store, about = self._store, self.about()
         options = _options_by_name(about)
         found = {}

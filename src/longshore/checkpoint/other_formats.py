@@ -18,7 +18,7 @@ def check_not_others(root: Path, tag: str | None) -> None:
     """Raise CheckpointError, with the way to load it, for a checkpoint of another library.
 
     Args:
-        root: the folder of checkpoints; or that of one checkpoint, as somebody may give it.
+        root: the folder of checkpoints, or of one checkpoint.
         tag: the checkpoint's tag; None: whichever is there.
     """
     check_not_deepspeeds(root, tag)
@@ -52,7 +52,7 @@ def check_not_deepspeeds(root: Path, tag: str | None) -> None:
     """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh.
 
     Args:
-        root: the folder of checkpoints; or that of one checkpoint, as somebody may give it.
+        root: the folder of checkpoints, or of one checkpoint.
         tag: the checkpoint's tag; None: the one that ``latest`` names.
     """
     if tag is None and is_deepspeed(root.parent, root.name):

@@ -1,4 +1,4 @@
-"""Replacing and removing checkpoints: only what longshore wrote, and never what others put beside it."""
+"""Replacing and removing checkpoints: files of longshore only, and never those of others beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listed_in(path: Path) -> set[str]:
 
 
 def others_in(path: Path) -> list[str]:
-    """Return the names of what others put into a checkpoint's folder; ``path`` may also be free, or an empty folder.
+    """Return the names of the files of others in a checkpoint's folder; ``path`` may also be free, or an empty folder.
 
     Raises:
         CheckpointError: ``path`` is anything else, which a checkpoint of that name would delete.
@@ -115,7 +115,7 @@ def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
 
 
 def remove_own(path: Path, own: Set[str]) -> None:
-    """Remove a checkpoint, whose files are ``own``; what others put into its folder stays there."""
+    """Remove a checkpoint, whose files are ``own``; files of others in its folder stay there."""
     # A partly removed folder must not look like a checkpoint, so it is renamed, or loses its manifest, first.
     if own >= set(os.listdir(path)):
         aside = path.with_name(f"{DRAFT}{tag_of(path)}-{secrets.token_hex(4)}")
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def remove_replaced(path: Path, new: Path) -> None:
-    """Remove a checkpoint that ``new`` has replaced: its files, and what ``new`` has, too."""
+    """Remove a checkpoint that ``new`` has replaced: its files, and those that ``new`` has, too."""
     with contextlib.suppress(CheckpointError, OSError):  # what longshore did not write stays
         own = listed_in(path)
         for name in sorted(os.listdir(path), key=lambda name: name == MANIFEST):  # last: it says what the rest is

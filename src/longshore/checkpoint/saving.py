@@ -368,7 +368,7 @@ class Background:
 
     @classmethod
     def at_exit(cls) -> None:
-        """End the process with the exit code 1 if nobody was told that a checkpoint could not be written."""
+        """End the process with the exit code 1 if a checkpoint could not be written and no call has raised that."""
         if cls._untold:
             _LOGGER.error("the program ends with exit code 1: its last checkpoint was not written")
             for stream in (sys.stdout, sys.stderr):

@@ -23,7 +23,7 @@ Held = Mapping[str, Any]
 
 
 def held_by(model: ModelState, optimizer: OptimizerState | None) -> dict[str, Held]:
-    """Return what this rank has of each tensor, by the tensor's name."""
+    """Return this rank's part of each tensor, by the tensor's name."""
     found: dict[str, Held] = {}
     for name, tensor in model.tensors.items():
         about: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device mesh": None}

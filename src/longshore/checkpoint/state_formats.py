@@ -26,7 +26,7 @@ STATES_SEED = "states_seed"
 
 
 def format_entry(record: ParameterRecord) -> dict[str, str]:
-    """Return what a checkpoint says of the format of a parameter's states; nothing if it is float32."""
+    """Return the entries of a checkpoint for the format of a parameter's states; none if it is float32."""
     format = record.coding.format
     return {} if format is StateFormat.FP32 else {FORMAT: format.value}
 

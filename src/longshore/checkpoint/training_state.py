@@ -145,7 +145,7 @@ class _Fit(NamedTuple):
         sources: names in the checkpoint of the tensors to load, by their names in the model.
         among: the part of ``sources`` that the optimizer steps.
         about: the saved optimizer's description; None: the optimizer is not loaded.
-        differences: what does not fit.
+        differences: the entries that do not fit.
     """
 
     values: dict[str, Any]
@@ -177,7 +177,7 @@ class TrainingState:
     # -- saving ---------------------------------------------------------------
 
     def compare_ranks(self) -> None:
-        """Let each rank write what it has, which may be a stage of a pipeline; all ranks have to call it.
+        """Let each rank write its own part, which may be a stage of a pipeline; all ranks have to call it.
 
         Without this call all ranks have the same parameters and buffers.
 
@@ -256,7 +256,7 @@ class TrainingState:
 
         Args:
             whole: the checkpoint, verified.
-            selection: what to load.
+            selection: the parts to load.
             look: checks the shared values before anything changes.
 
         Raises:

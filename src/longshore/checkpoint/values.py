@@ -122,7 +122,7 @@ def _put(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
 
 
 def read_values(folder: Path, stem: str) -> dict[str, Any]:
-    """Read what :meth:`Values.write` wrote. Raises CheckpointError if it is damaged."""
+    """Read values that :meth:`Values.write` wrote. Raises CheckpointError if it is damaged."""
     file, tensor_file = folder / f"{stem}.json", folder / f"{stem}.safetensors"
     content = checked(read_json(file), dict, str(file))
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ def register(optimizer: TiledOptimizer) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the master as the next step will read it, with what was written to the parameter since: float32 on the CPU
+    """Return the master as the next step will read it, with later writes to the parameter: float32 on the CPU
     in the parameter's shape, or None if no engine steps the parameter."""
     found = _find(param)
     if found is None:

@@ -42,7 +42,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
+    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping its activations.
 
     With ``cpu_checkpointing`` the tensors among the arguments (not those inside containers) are copied to host memory,
     once for each call, and brought back for backward, those of each call while the one after it is computed again. Both
@@ -54,7 +54,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         **kwargs: passed to ``function`` likewise.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
         TypeError: ``function`` cannot be called.

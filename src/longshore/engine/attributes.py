@@ -44,7 +44,7 @@ class EngineAttributes(nn.Module):
 
     Attributes:
         _where_else: the end of the error about a name that neither the engine nor the model has.
-        built: whether the engine has all of its own attributes; what is assigned then is the user's.
+        built: whether the engine has all of its own attributes; later assignments are the user's.
     """
 
     _where_else: ClassVar[str] = "settings are in engine.config"

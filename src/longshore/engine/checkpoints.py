@@ -59,7 +59,7 @@ class Resumable(Protocol):
 
 
 class Saving:
-    """What stays of an engine's checkpoints from one call to the next; ``accumulation`` counts its backwards."""
+    """State of an engine's checkpoints between two calls; ``accumulation`` counts its backwards."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self.accumulation = accumulation
@@ -218,7 +218,7 @@ class Checkpoints:
             load_dir: as given to :meth:`save`.
             tag: name of the checkpoint; None: the latest, or, if that one is damaged, the newest intact one, with a
                 warning.
-            load_module_strict: raise where checkpoint and model differ; False: skip what differs, with a warning.
+            load_module_strict: raise where checkpoint and model differ; False: skip differing entries, with a warning.
             load_optimizer_states: also load masters, moments and step counts.
             load_lr_scheduler_states: also load the schedule's state.
             load_module_only: load weights and nothing else.
@@ -319,7 +319,7 @@ class Checkpoints:
             self._warn_of_differences(whole, state, scheduler)
 
     def _go_on_from_loop(self, whole: WholeCheckpoint, values: Mapping[str, Any], group: RankGroup) -> None:
-        """Take what ``longshore.save`` has of a loop without an engine: its steps."""
+        """Take the steps that ``longshore.save`` counted in a loop without an engine."""
         self._engine.global_steps = max(0, whole.step)
         if whole.run is not None:
             self._runs[whole.path.parent] = whole.run
@@ -333,7 +333,7 @@ class Checkpoints:
             compare_modes(self._engine.optimizer, values.get(RELEASED), whole.path, stacklevel=7)
 
     def _warn_of_differences(self, whole: WholeCheckpoint, state: Mapping[str, Any], scheduler: bool) -> None:
-        """Warn of what changes bits and was otherwise in the saved run; imported and older checkpoints do not say."""
+        """Warn of settings that change bits and differ from those saved; imported and older checkpoints have none."""
         there, sizes = state.get("decisive", {}), self._accumulation.sizes
         steps = (state["gradient_accumulation_steps"], sizes.accumulation_steps)
         ranks = (checked(whole.manifest.get("world_size"), int, f"{whole.path}: world_size"), sizes.world_size)

@@ -247,7 +247,7 @@ class Engine(EngineAttributes):
         self.optimizer.zero_grad(set_to_none)
 
     def _check_kept(self) -> None:
-        """Raise LongshoreError for what a script did to objects that it kept, where training would not see it."""
+        """Raise LongshoreError for changes to objects that a script kept, where training would not see them."""
         self._store.residence.check_handles()
 
     def _check_step(self) -> None:
@@ -311,7 +311,7 @@ class Engine(EngineAttributes):
     # -- looking --------------------------------------------------------------
 
     def explain(self, print_it: bool = True) -> Explanation:
-        """Describe buckets, tiles, owners and bytes, and what happened to every gradient of the last window."""
+        """Describe buckets, tiles, owners and bytes, and account for every gradient of the last window."""
         explanation = explain(self.config, self.ranks, self.optimizer, self.binding, self._stream)
         if print_it and self.ranks.rank == 0:
             explanation.print()

@@ -40,7 +40,7 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter: where it is stepped, and what happened to its gradients in the last window.
+    """One parameter: where it is stepped, and the account of its gradients in the last window.
 
     ``owners`` are the ranks that step a shard of it, with the numbers of elements; ``arrived``, ``reduced`` and
     ``applied`` are those of :class:`longshore.tiles.Entry`.

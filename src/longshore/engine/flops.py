@@ -28,7 +28,7 @@ class FlopsProfiler:
     """Measures one step.
 
     Args:
-        config: which step, and what is printed of it.
+        config: which step, and the details that are printed.
         model: the engine's model.
     """
 

@@ -24,7 +24,7 @@ class LossScaleError(LongshoreError):
 
 
 class _Scale:
-    """What both kinds of scale share."""
+    """Base class of both kinds of scale."""
 
     is_dynamic: bool
     _value: float

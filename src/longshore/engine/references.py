@@ -1,4 +1,4 @@
-"""References from and to an engine that make no cycle: its memory is free as soon as nobody uses it, and not when the
+"""References from and to an engine that make no cycle: its memory is free with the last reference, and not when the
 garbage collector runs."""
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def transform(self, matrix: Tensor) -> Tensor:
-        """Return what the last pass has as its gradient.
+        """Return the input of the last pass, which reads it as its gradient.
 
         Args:
             matrix: bfloat16 ``[rows, columns]``, contiguous; its memory may be written.

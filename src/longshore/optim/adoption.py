@@ -1,4 +1,4 @@
-"""Adoption, before a step, of what somebody else wrote to parameters (law 10)."""
+"""Adoption, before a step, of writes to parameters that are not this optimizer's (law 10)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longshore.tiles import ParameterStep
 
 
 class Adoption:
-    """What this optimizer published last, as far as it is needed to see what others wrote since.
+    """Record of the last published values, by which later writes of others are found.
 
     The identity of a parameter shows the writes that torch knows of. Kernels that write parameters in place compare
     each element with its rounded master. Where new values are copied to a device, checksums there show other writes.
@@ -34,7 +34,7 @@ class Adoption:
         """:attr:`ParameterRecord.published` of the values that a checksum is of, by index."""
 
     def adopt(self, store: Store, records: Collection[ParameterRecord], steps: Mapping[int, ParameterStep]) -> None:
-        """Make what was written to the parameters in ``steps`` their masters.
+        """Make values that others wrote to the parameters in ``steps`` their masters.
 
         Raises:
             ParameterError: with ``LONGSHORE_DEBUG=1``, torch cannot see a write, and ``detect_writes`` is False.
@@ -63,7 +63,7 @@ class Adoption:
     def published(
         self, store: Store, records: Mapping[int, ParameterRecord], steps: Mapping[int, ParameterStep]
     ) -> None:
-        """Take checksums of what was published by ``steps``, in the order of the current stream; ``records`` has the
+        """Take checksums of the values published by ``steps``, in the order of the current stream; ``records`` has the
         records by index."""
         if not steps or not self._uses_checksums(store):
             return

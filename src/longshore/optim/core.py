@@ -417,7 +417,7 @@ class OptimizerCore:
             self._repeated = repeated_step(self.family, source, self.groups(), map(self.records_of, self.groups()))
 
     def take_edits(self) -> None:
-        """Take what the user did to states that were handed out, before the state is used."""
+        """Take the user's edits of states that were handed out, before the state is used."""
         if self.handed_out.copies or self.handed_out.assigned:
             self.handed_out.write_back(self)
 

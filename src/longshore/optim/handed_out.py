@@ -1,4 +1,4 @@
-"""``optimizer.state``: what users have of the state, and how their edits get into the state buffers.
+"""``optimizer.state``: copies of the state that users have, and how their edits get into the state buffers.
 
 State buffers move, so users get copies. A copy is watched as long as anybody may edit it: its edits are written back
 before the state is used, and a step that changes the state changes the copy, too.
@@ -90,7 +90,7 @@ class HandedOut:
                 self.touched.setdefault(id(record.parameter), True)
 
     def forget(self, record: ParameterRecord) -> None:
-        """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
+        """Forget copies and assignments of a parameter's state, which is about to be replaced."""
         for kept in (self.copies, self.assigned, self.entries, self.touched):
             kept.pop(id(record.parameter), None)
 
@@ -128,10 +128,10 @@ class HandedOut:
             self._most_bytes = max(_LEAST_BYTES, 2 * self._new_bytes)
 
     def write_back(self, core: StateOwner) -> None:
-        """Write all edits to the state buffers, and forget the copies that nobody has any more.
+        """Write all edits to the state buffers, and forget the copies that are not in use any more.
 
         Raises:
-            ValueError: what was assigned is no state of the parameter.
+            ValueError: an assigned value is no state of the parameter.
             ParameterError: a copy was edited that a step had left behind.
         """
         for key in list(self.assigned):
@@ -197,7 +197,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
         return (*step, *states, *scalars, *(() if record.dtype == torch.float32 else (MASTER,)))
 
     def _set(self) -> dict[str, Any]:
-        """Return what users have set."""
+        """Return the entries that users have set."""
         handed_out, key = self._core.handed_out, id(self._record.parameter)
         return {**handed_out.assigned.get(key, {}), **handed_out.entries.get(key, {})}
 
@@ -250,7 +250,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
             self._left.clear()
 
     def leave(self) -> None:
-        """Take all entries out of the optimizer's state: it is about to be cleared, and somebody has this mapping."""
+        """Take all entries out of the optimizer's state: it is about to be cleared, and this mapping is in use."""
         self._left = {key: self[key] for key in self}
 
     def __iter__(self) -> Iterator[str]:

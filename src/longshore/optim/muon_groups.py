@@ -1,4 +1,4 @@
-"""The usual parameter groups for Muon: hidden matrices, and what AdamW steps."""
+"""The usual parameter groups for Muon: hidden matrices, and the rest for AdamW."""
 
 from __future__ import annotations
 

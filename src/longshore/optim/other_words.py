@@ -1,4 +1,4 @@
-"""What other libraries call the arguments of optimizers, and what they make of ours."""
+"""Other libraries' names of arguments of optimizers, and their replacements of ours."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _AS_HERE: dict[str, tuple[str, Any]] = {
 
 
 def _as_here(kind: type, name: str, value: Any) -> bool:
-    """Return whether an argument of another library's optimizer asks for what ``kind`` does anyway."""
+    """Return whether an argument of another library's optimizer asks for the behaviour that ``kind`` has anyway."""
     if name not in _AS_HERE:
         return False
     base, same = _AS_HERE[name]
@@ -66,7 +66,7 @@ def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def without_words(kind: type, build: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor ``build`` of ``kind``, which leaves out what :func:`check_words` lets pass."""
+    """Return the constructor ``build`` of ``kind``, which leaves out words that :func:`check_words` lets pass."""
     known = inspect.signature(build).parameters
 
     @functools.wraps(build)  # its signature stays the table of options

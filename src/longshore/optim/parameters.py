@@ -56,7 +56,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 class ParameterRecord:
-    """Record of what the optimizer knows of one parameter besides its state.
+    """Record that an optimizer keeps of one parameter besides its state.
 
     Args:
         index: the parameter's index in the optimizer.
@@ -146,7 +146,7 @@ class ParameterRecord:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody else may have written the parameter since it was published (law 10)."""
+        """Whether others may have written the parameter since it was published (law 10)."""
         return self.published is None or not self.published.same(self.parameter, self.held)
 
     def mark_published(self) -> None:
@@ -201,7 +201,7 @@ class ParameterRecord:
         return (parameter.device, parameter.dtype, parameter.shape) != (self.device, self.dtype, self.shape)
 
     def check(self) -> None:
-        """Raise ParameterError if the parameter :attr:`moved`, or is a part of a matrix that nobody brings together."""
+        """Raise ParameterError if the parameter :attr:`moved`, or is a part of a matrix that is never whole."""
         parameter = self.parameter
         if self.keeps_shard and self.matrices is not None:
             raise ParameterError(

@@ -59,7 +59,7 @@ class ReleaseHooks:
         self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
 
     def remove(self) -> None:
-        """Remove the hooks. A placeholder stays in ``.grad``: whoever uses the gradient is told that it is gone."""
+        """Remove the hooks. A placeholder stays in ``.grad``: a use of the gradient raises an error."""
         self._after_handle.remove()
         if self._before_handle is not None:
             self._before_handle.remove()

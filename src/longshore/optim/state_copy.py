@@ -41,7 +41,7 @@ class StateCopy:
     """A copy of one state of a parameter that was handed out.
 
     Args:
-        memory: the copy's memory, in a tensor that nobody else has.
+        memory: the copy's memory, in a tensor of its own.
         handed: the tensor that the user has.
     """
 
@@ -114,7 +114,7 @@ def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner
 
 
 def _written(record: ParameterRecord, core: StateOwner) -> bool:
-    """Return whether somebody wrote the parameter, which then counts (law 10)."""
+    """Return whether the parameter was written, which then counts (law 10)."""
     if not record.changed or not record.has_state or not core.store.alone:  # ranks have to decide alike
         return record.changed
     return record.has_master and core.store.count_differing(record.index, record.values()) > 0

@@ -21,12 +21,12 @@ def stands_for(optimizer: Any) -> Any:
 
 
 def check_no_own_step(optimizer: Optimizer) -> None:
-    """Check that nobody has put a ``step`` into the optimizer itself, which would not be called any more.
+    """Check that the optimizer itself was given no ``step``, which would not be called any more.
 
-    A wrapper that names what it wraps passes: torch's schedulers count steps with one, ``torch.compile`` returns one.
+    A wrapper that names its function passes: torch's schedulers count steps with one, ``torch.compile`` returns one.
 
     Raises:
-        ValueError: somebody has.
+        ValueError: it was given one.
     """
     found = vars(optimizer).get("step")
     if found is not None and inspect.unwrap(_function(found)) is not inspect.unwrap(_function(type(optimizer).step)):

@@ -191,7 +191,7 @@ class TiledOptimizer(torch.optim.Optimizer):
 
         Args:
             loss_scale: the factor.
-            is_dynamic, overflowed: what :attr:`dynamic_loss_scale` and :attr:`overflow` are from now on.
+            is_dynamic, overflowed: values of :attr:`dynamic_loss_scale` and :attr:`overflow` from now on.
 
         Raises:
             ValueError: it is not positive and finite.
@@ -315,7 +315,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             core.handed_out.others, core.handed_out.unplaced = self._others, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what ``copy.deepcopy`` and ``pickle`` keep: all but gradients and hooks, as with torch's.
+        """Return the state for ``copy.deepcopy`` and ``pickle``: all but gradients and hooks, as with torch's.
 
         Raises:
             TypeError: the optimizer is an engine's.
@@ -372,7 +372,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Adopt now what was written to parameters, as the next step would: every element that differs from its rounded
+        """Adopt now the writes to parameters, as the next step would: every element that differs from its rounded
         master becomes the master.
 
         With ``Offload(detect_writes=False)`` this is needed after writes that torch cannot see (``p.data.copy_``, NumPy

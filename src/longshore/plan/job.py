@@ -159,7 +159,7 @@ def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
 
 
 class Use(Enum):
-    """What forward does with a parameter."""
+    """Use of a parameter in forward."""
 
     MULTIPLIED = "multiplied"
     """Every token is multiplied by it: two operations an element in forward, four in backward."""

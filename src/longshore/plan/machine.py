@@ -18,7 +18,7 @@ from longshore.seam import did_you_mean
 
 
 class Work(NamedTuple):
-    """What a part of the model computes for each token."""
+    """Work of a part of the model for each token."""
 
     multiplied: float  # elements of matrices that a token is multiplied by
     width: float  # numbers that go into and come out of these matrices

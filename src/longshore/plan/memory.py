@@ -130,7 +130,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
 
 
 def _activation_bytes(model: PlannedModel, job: Job) -> int:
-    """Estimate what forward keeps for backward: inputs and outputs of each matrix, and the logits."""
+    """Estimate the activations that forward keeps for backward: inputs and outputs of each matrix, and the logits."""
     itemsize = max((each.dtype.itemsize for each in model.parameters), default=2)
     units = {unit: sum(each.width for each in members) for unit, members in by_unit(model.parameters).items()}
     kept = sum(units.values())

@@ -25,7 +25,7 @@ def picture(plan: Plan, figure: Any) -> bytes:
     """Return a PNG.
 
     Args:
-        plan: what to draw.
+        plan: the plan to draw.
         figure: matplotlib's ``Figure`` class.
     """
     content = io.BytesIO()

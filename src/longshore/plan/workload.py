@@ -158,7 +158,7 @@ def matrix_jobs(layout: RankLayout, segments: Sequence[ModelSegment], first_key:
 
 
 def _sources(layout: RankLayout, segments: Sequence[ModelSegment]) -> Callable[[int], Hashable]:
-    """Return a function of an owned key that returns the key of what brings its gradient."""
+    """Return a function of an owned key that returns the key of the work that brings its gradient."""
     segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
     over_ranks = layout.over_ranks
     if over_ranks is None:

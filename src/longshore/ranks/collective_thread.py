@@ -320,7 +320,7 @@ class CollectiveThread:
     def leave(self, window: int, unless_told: bool = False) -> None:
         """Tell all ranks that this one gave up its window and goes on to ``window``, after the jobs under way.
 
-        Nobody waits for that: the others may come to their next meeting only when this rank has gone on.
+        This rank does not wait for that: the others may come to their next meeting only when this rank has gone on.
 
         ``unless_told``: not if one of them told this rank by then in the same way.
         """

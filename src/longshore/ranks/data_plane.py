@@ -119,7 +119,7 @@ class DataPlane:
         return list(received)
 
     def gather(self, outgoing: Outgoing) -> list[Tensor]:
-        """Send to all ranks; return what each rank sent, by rank: uint8, all of one size, valid until the next send."""
+        """Send to all ranks; return all ranks' tensors, by rank: uint8, all of one size, valid until the next send."""
         if (found := self._read(outgoing)) is not None:
             return list(found)
         own = outgoing.memory
@@ -133,7 +133,7 @@ class DataPlane:
         return list(received)
 
     def _read(self, outgoing: Outgoing) -> Tensor | None:
-        """Return what rank ``k`` wrote as row ``k``, once all have; None if the ranks share no memory now."""
+        """Return the values of rank ``k`` as row ``k``, once all have; None if the ranks share no memory now."""
         if outgoing.shared is None:
             self.tell(outgoing, ())
         return outgoing.everyone if outgoing.shared else None

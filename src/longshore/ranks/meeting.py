@@ -1,4 +1,4 @@
-"""What the ranks say at a meeting: what each of them is about to do, and in which window."""
+"""Messages of ranks at a meeting: the next action of each, and its window."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Row:
     """One rank's side of a meeting, sent as numbers.
 
     Attributes:
-        action: what the rank is about to do.
+        action: the rank's next action.
         number: which of these, such as the module that is gathered.
         window: number of the rank's window; at TELL the action of the last meeting.
         discards: how many windows the rank has discarded, or had when it gave one up.
@@ -80,11 +80,11 @@ class Row:
 
     @property
     def reason(self) -> tuple[Action, int, int]:
-        """What the rank comes for: ranks meet for the same."""
+        """The rank's reason to come: ranks meet for the same."""
         return self.action, self.number, self.window
 
     def words(self, modules: Sequence[str], window: bool = False) -> str:
-        """Return what the rank does, for messages. ``modules``: the names of modules that are gathered; ``window``:
+        """Return the action in words, for messages. ``modules``: the names of modules that are gathered; ``window``:
         whether to name the window."""
         if self.action is Action.TELL:
             return Action(self.window).words
@@ -133,7 +133,7 @@ class Epoch:
 
 @dataclass(eq=False)
 class Meeting:
-    """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages."""
+    """Meeting at which this rank waits for the others to do the same; ``doing`` names that in messages."""
 
     row: Row
     doing: str
@@ -146,7 +146,7 @@ class Meeting:
 
 
 def different_parameters(said: str) -> RankError:
-    """Return the error for ranks that all do what is ``said``."""
+    """Return the error for ranks whose actions are the same, as ``said``."""
     return RankError(f"all ranks are {said}, but of different parameters; {ADVICE}")
 
 

@@ -231,7 +231,7 @@ class Presence:
     # -- on the thread --------------------------------------------------------
 
     def exchange(self, store: Any, ends: bool) -> bool:
-        """Speak to the other ranks, and hear them if somebody waits; return whether to look again soon."""
+        """Speak to the other ranks, and hear them if a call waits; return whether to look again soon."""
         if not self._keys:
             self._keys = self._free_keys(store)
         self._count += 1
@@ -422,7 +422,7 @@ def _close() -> None:
 
 
 def _after_fork() -> None:
-    """Forget what belongs to another process, whose thread is not in this one (of a data loader)."""
+    """Forget the state of another process, whose thread is not in this one (of a data loader)."""
     global _current, _making, _of_parent
     _current, _making = None, threading.Lock()
     if dist.is_available() and dist.is_initialized():

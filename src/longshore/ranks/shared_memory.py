@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of one machine: each reads what the others wrote, and nothing is sent."""
+"""Memory shared by the ranks of one machine: each reads the others' writes, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SharedMemory:
         """Whether all ranks share memory; the same on all of them."""
 
     def _all_see_all(self, rank: int, world_size: int, rows: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether each rank sees what every other one wrote: all are on one machine, and in one container."""
+        """Return whether each rank sees the writes of every other one: all are on one machine, and in one container."""
         mine = self._make(8 * world_size)
         values = [(self._token ^ each).to_bytes(8, "little") for each in range(world_size)]
         if mine is not None:
@@ -134,7 +134,7 @@ class SharedMemory:
     def lend(self, num_bytes: int, held: bool) -> tuple[SharedBlock, Tensor] | None:
         """Return a block and uint8 ``[num_bytes]`` in it, of which this rank may write its part; None if none is free.
 
-        After the next meeting the memory has what all ranks wrote. It stays lent until this rank comes to the meeting
+        After the next meeting the memory has all ranks' writes. It stays lent until this rank comes to the meeting
         after that or, with ``held``, as long as a tensor uses it.
         """
         meeting = self._meetings + 1

@@ -28,7 +28,7 @@ def twin_of(
         device: device of the tensors.
         backend: a backend other than the group's.
         ranks: only these of the group's ranks.
-        doing: what this rank does, for messages.
+        doing: this rank's action, for messages.
     """
     group = dist.group.WORLD if group is None else group
     ranks = sorted(dist.get_process_group_ranks(group) if ranks is None else ranks)
@@ -47,7 +47,7 @@ def twin_of(
 
 
 class Twins(NamedTuple):
-    """Two process groups of the same ranks: one for tensors, and one of gloo for what the ranks say to each other.
+    """Two process groups of the same ranks: one for tensors, and one of gloo for messages.
 
     With a device's own backend each meeting would wait for the device, and for a rank that is gone for ever. On the CPU
     both are one group.

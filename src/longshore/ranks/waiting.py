@@ -1,4 +1,4 @@
-"""Collectives outside of the collective thread: whoever waits for them hears which ranks are missing."""
+"""Collectives outside of the collective thread: a rank that waits hears which others are missing."""
 
 from __future__ import annotations
 

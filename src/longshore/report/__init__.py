@@ -1,4 +1,4 @@
-"""Describe this machine: facts, measured figures, and what will slow training down."""
+"""Describe this machine: facts, measured figures, and causes of slow training."""
 
 from longshore.report.facts import Cpu, Figures, Gpu, HostMemory, Machine, Software, measure, read_machine
 from longshore.report.findings import Finding, findings_of, limit_findings

@@ -1,4 +1,4 @@
-"""Find what will slow training down on a machine, and say what to do about it."""
+"""Find causes of slow training on a machine, and say how to remove them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLOW_STEP = 0.5
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the machine, and what to do about it."""
+    """A problem of the machine, and its remedy."""
 
     what: str
     do: str

@@ -207,7 +207,7 @@ class FullyShardedModel:
             self._free()
 
     def align(self) -> None:
-        """Make one of shards and gathered tensors: both have what scripts did to either. Not for inside a forward.
+        """Make one of shards and gathered tensors: both have scripts' changes of either. Not for inside a forward.
 
         Raises:
             ParameterError: as :meth:`GatheredWrites.take`, the parameters are shards then, and :meth:`Handles.check`.
@@ -289,12 +289,12 @@ class FullyShardedModel:
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Free what is gathered, in a step: the root's parameters stay after a forward alone, and become stale."""
+        """Free gathered parameters, in a step: the root's parameters stay after a forward alone, and become stale."""
         self._carry_writes()
         self._free()
 
     def align_before_backward(self) -> None:
-        """As :meth:`align`; what is gathered stays so, unless this raises."""
+        """As :meth:`align`; gathered parameters stay so, unless this raises."""
         self.align_trainable()
         try:
             self._writes.take_before_backward()
@@ -303,7 +303,7 @@ class FullyShardedModel:
             raise
 
     def _reshard(self, module: FSDPModule) -> None:
-        """Do what a script means by ``module.reshard()``."""
+        """Answer a script's ``module.reshard()``."""
         self.align()
         FSDPModule.reshard(module)
 
@@ -338,7 +338,7 @@ def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: b
 
 
 def is_member(parameter: Tensor) -> bool:
-    """Return whether a tensor is a parameter of a known model: a shard, what it is gathered into, or is replaced by."""
+    """Return whether a tensor is a parameter of a known model: a shard, the gathered tensor, or its replacement."""
     return is_former(parameter) or _find(parameter) is not None
 
 

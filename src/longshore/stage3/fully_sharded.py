@@ -6,7 +6,7 @@ reduced in rounds, counted, and added in float32 in the order of the ranks, and 
 FSDP2 finds no gradient left to reduce, and its own reduction (which needs every parameter used on every rank, and
 rounds to the parameters' dtype) never runs.
 
-Parameters are gathered in meetings, so that no rank gathers what others do not.
+Parameters are gathered in meetings, so that all ranks gather the same.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class GatherMeetings:
         return self._underway
 
     def began(self, group: Any, work: Any, device: torch.device) -> dist.Work:
-        """Note that an accelerator gathers what this thread goes on with; return the handle."""
+        """Note that an accelerator gathers parameters for this thread; return the handle."""
         ranks = dist.get_process_group_ranks(group)
         return self._collectives.on_device.began(group, work, device, ranks, raises=True)
 
@@ -281,7 +281,7 @@ class GatherMeetings:
         self.shared.stand_apart()
 
     def interrupted(self) -> None:
-        """Note that a forward or backward raised: what this rank gathers next is for another window."""
+        """Note that a forward or backward raised: this rank's next gather is for another window."""
         self.shared.stand_apart()
         with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()

@@ -82,7 +82,7 @@ class GatherBlock:
         return [model.whole[id(member.sharded_param)] for model, member in self._members]
 
     def problems(self) -> list[str]:
-        """Return what scripts did in the block that cannot stay, by parameter."""
+        """Return the changes of the block that cannot stay, by parameter."""
         found = []
         for each in self.whole():
             if (problem := each.take()) is not None:

@@ -26,7 +26,7 @@ class _Gathered(NamedTuple):
 
 
 class GatheredWrites:
-    """What scripts write to parameters that stay gathered after a forward, as those of the model itself do.
+    """Writes of scripts to parameters that stay gathered after a forward, as those of the model itself do.
 
     FSDP2 would lose what is written to the gathered tensors, and not see in a next forward what is written to shards.
     """
@@ -35,7 +35,7 @@ class GatheredWrites:
         self._gathered: list[_Gathered] = []
 
     def watch(self, members: Iterable[tuple[str, Any, Callable[[Tensor], ParameterLayout]]]) -> None:
-        """Watch parameters, given with their names and what returns their layouts, from the end of a forward on."""
+        """Watch parameters, given with their names and the functions of their layouts, from the end of a forward on."""
         self._gathered = [
             _watched(name, member, layout_of)
             for name, member, layout_of in members
@@ -81,7 +81,7 @@ def _watched(name: str, member: Any, layout_of: Callable[[Tensor], ParameterLayo
 
 
 def _take(gathered: _Gathered) -> bool:
-    """Give the shard what was written to the gathered tensor; return whether the shard was written."""
+    """Give the shard the writes to the gathered tensor; return whether the shard was written."""
     shard, whole = gathered.member.sharded_param, gathered.member._unsharded_param
     to_shard = shard._version != gathered.shard_version
     if whole._version == gathered.whole_version:

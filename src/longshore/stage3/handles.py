@@ -1,4 +1,4 @@
-"""What scripts hold of sharded parameters outside of ``gather()``, looked at for what would be lost there."""
+"""Tensors of sharded parameters that scripts hold outside of ``gather()``, checked for changes that would be lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Handles:
                 self._formers[name] = former._version, _place_of(former)
 
     def check(self) -> None:
-        """Raise ParameterError for what was done to a parameter that is not whole; for a write only once."""
+        """Raise ParameterError for a change of a parameter that is not whole; for a write only once."""
         for name, before in self._formers.items():
             former = former_of(self._shards[name])
             if former is None or self._is_whole(name) or (what := _done_to(former, *before)) is None:

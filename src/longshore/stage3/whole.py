@@ -29,7 +29,7 @@ _HOOKING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class WholeParameter(_SlotsOfDTensor):
-    """Type of a shard while it is gathered: what is done with its values is done with the whole parameter.
+    """Type of a shard while it is gathered: operations on its values are on the whole parameter.
 
     It keeps the shard (``_local_tensor`` and ``_spec``), which FSDP2 and the optimizer still read there.
     """

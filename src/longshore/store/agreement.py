@@ -1,4 +1,4 @@
-"""Messages between ranks: what each rank is about to do, in which window, and which gradients it has for it."""
+"""Messages between ranks: the next action of each, its window, and its gradients for that."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RankExchange(MatrixExchange):
     Matrices that one rank has all of are transformed there, as are those that every rank has all of.
 
     Args:
-        ownership: knows who has what.
+        ownership: knows the ranks' parts.
         matrices: all that are stepped on any rank, in the order of all ranks.
         streams: of this rank's store.
         recorder: receives the transformations on this rank.
@@ -195,7 +195,7 @@ class RankExchange(MatrixExchange):
 
 
 def _cost(matrix: Matrix) -> int:
-    """Return what a transformation costs, up to a factor: multiplications."""
+    """Return the cost of a transformation, up to a factor: multiplications."""
     shapes = [matrix.layout.shape_of(block) for block in matrix.layout.blocks]
     return sum(rows * columns * min(rows, columns) for rows, columns in shapes)
 

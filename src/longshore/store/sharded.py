@@ -313,7 +313,7 @@ class ShardedStore(Store):
         self.window.end(Ended.STEPPED)
 
     def _exchange_of(self, steps: Mapping[int, ParameterStep]) -> RankExchange | None:
-        """Return what brings the matrices of a step together; if this rank's device has no memory for that, no rank
+        """Return the exchange of the matrices of a step; if this rank's device has no memory for that, no rank
         steps."""
         matrices: list[Matrix] = []
         for parameter, step in sorted(steps.items()):

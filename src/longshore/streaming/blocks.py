@@ -94,7 +94,7 @@ class Block:
 
     @property
     def has_pre_hooks(self) -> bool:
-        """Whether somebody has hooks that run before forward of one of its modules."""
+        """Whether one of its modules has users' hooks that run before forward."""
         return any(each._forward_pre_hooks for each in self._holders)
 
     def _look_for_hooks(self) -> bool:
@@ -340,7 +340,7 @@ class Resident:
         return self.calls_end.wait_for(ended, _SECONDS)
 
     def check_sums(self, failed: bool) -> None:
-        """Raise what the comparisons of a call found, unless it has failed; the host waits once for all blocks."""
+        """Raise the findings of a call's comparisons, unless it has failed; the host waits once for all blocks."""
         compared, self.compared = self.compared, []
         for block, differ in compared if not failed else ():
             block.check_sums(differ)

@@ -1,4 +1,4 @@
-"""What is checked of a model before anything of it is moved, and while it is called."""
+"""Checks of a model before any part of it is moved, and while it is called."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def explain_devices(
     """Return what says why a module of a streamed model found tensors of two devices; None: it is another error.
 
     Args:
-        error: what torch raised.
+        error: the error of torch.
         name: of the module in the model.
         model: that is streamed.
         device: where it computes.

@@ -32,7 +32,7 @@ class Caller(Protocol):
         """Call a method of a module of the model with its block in use."""
 
     def explain_error(self, error: RuntimeError, name: str, given: Any) -> LongshoreError | None:
-        """Return a clearer error for what a module of this name raised; None: there is none."""
+        """Return a clearer error for one that a module of this name raised; None: there is none."""
 
 
 def _function_of(method: Any) -> Any:
@@ -146,7 +146,7 @@ class StreamedMethod:
             raise clearer from error
 
     def unwrap(self) -> None:
-        """Let the module have its method again, or what somebody has put in its place since."""
+        """Let the module have its method again, or its later replacement."""
         found = self._module.__dict__.get(self._method)
         if isinstance(found, StreamedMethod):
             del self._module.__dict__[self._method]

@@ -71,7 +71,7 @@ class Lanes:
         return fetch
 
     def reach(self, fetch: DeviceFetch) -> Tensor:
-        """Return what is fetched; later work of the current stream waits for the copy."""
+        """Return the fetched tensor; later work of the current stream waits for the copy."""
         if not self.to_device.times_copies:
             return fetch.reach()
         begun = mark_on(self.device)
@@ -120,7 +120,7 @@ class _Land(torch.autograd.Function):
 
 
 class _ToDevice(torch.autograd.Function):
-    """A tensor of the device that somebody gives its memory; in backward, begin to bring its gradient to the host."""
+    """A tensor of the device that is given its memory; in backward, begin to bring its gradient to the host."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
@@ -140,7 +140,7 @@ class _ToDevice(torch.autograd.Function):
 
 
 def nowhere(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of this shape without memory of its own: what reads it reads NaN (or 0, of integers)."""
+    """Return a tensor of this shape without memory of its own: reads give NaN (or 0, of integers)."""
     fill = float("nan") if values.is_floating_point() or values.is_complex() else 0
     with torch.inference_mode(False), torch.no_grad():
         one = torch.full((1,), fill, dtype=values.dtype, device=device)
@@ -249,7 +249,7 @@ class StreamedParameter:
         self._placed = self.twin._version
 
     def check_unwritten(self) -> None:
-        """Raise ParameterError if somebody wrote to the twin or to the parameter since it was placed."""
+        """Raise ParameterError if the twin or the parameter was written since it was placed."""
         if self._fetched != self._now():
             raise ParameterError(
                 f"parameter {self.name} was written to while its block computed with the values that it had before: "
@@ -262,7 +262,7 @@ class StreamedParameter:
             )
 
     def watch(self) -> Callable[[], None]:
-        """Return :meth:`check_same` for what the parameter is now."""
+        """Return :meth:`check_same` for the present parameter."""
         return functools.partial(self.check_same, self._now())
 
     def check_same(self, then: _Version) -> None:
@@ -279,13 +279,13 @@ class StreamedParameter:
         raise RuntimeError(f"parameter {self.name} {how}: call backward() before step(), or forward again after it")
 
     def drop(self) -> None:
-        """Free the memory on the device. What is enqueued already still reads it."""
+        """Free the memory on the device. Work that is enqueued already still reads it."""
         if self._fetch is not None:
             self._fetch = None
             self.twin.data = nowhere(self.twin, self._lanes.device)
 
     def save(self, tensor: Tensor, use: Callable[[], None]) -> SavedValues | None:
-        """Return what autograd keeps in the place of ``tensor``, which has memory of the twin; None: ``tensor``."""
+        """Return the values that autograd keeps for ``tensor``, which has memory of the twin; None: ``tensor``."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != self.rest.dtype or tensor.is_conj():
             return None
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())

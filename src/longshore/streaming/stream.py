@@ -41,7 +41,7 @@ _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class StreamCounts(NamedTuple):
-    """What a streamed model has copied and waited for, since ``longshore.stream``."""
+    """Counts of a streamed model's copies and waits, since ``longshore.stream``."""
 
     fetched_bytes: int
     """Parameters that were copied to the device."""
@@ -142,7 +142,7 @@ class Stream:
 
     @property
     def counts(self) -> StreamCounts:
-        """What was copied and waited for so far."""
+        """Counts of copies and waits so far."""
         lanes, resident = self._lanes, self._resident
         return StreamCounts(
             lanes.fetched_bytes, lanes.returned_bytes, resident.in_time, resident.late, resident.most_bytes
@@ -162,7 +162,7 @@ class Stream:
         self._lanes.set_recorders(recorders)
 
     def explain(self) -> str:
-        """Return a description: the blocks and their bytes, what was copied, and how often a block came too late."""
+        """Return a description: the blocks and their bytes, the copies, and how often a block came too late."""
         *blocks, kept = self._blocks
         counts = self.counts
         largest = sorted((block.num_bytes for block in blocks), reverse=True)[:2]
@@ -193,7 +193,7 @@ class Stream:
 
     @torch.compiler.disable(recursive=False, reason=NOT_ONE_GRAPH)
     def call(self, block: Block, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of a module of the model with its block in use. What it computes may be compiled."""
+        """Call a method of a module of the model with its block in use. The method may be compiled."""
         kept_out, failed = self._begin_call(block), True
         try:
             with kept_out:
@@ -275,7 +275,7 @@ class Stream:
 
     @not_compiled
     def explain_error(self, error: RuntimeError, name: str, given: Any) -> LongshoreError | None:
-        """Return a clearer error for what a module of this name raised; None: there is none."""
+        """Return a clearer error for one that a module of this name raised; None: there is none."""
         return explain_devices(error, name, self._model, self.device, self.streams, given)
 
 
@@ -307,7 +307,7 @@ def stream(
             compute. The gradients have the same bits.
 
     Returns:
-        A handle that tells what was copied (:attr:`Stream.counts`, :meth:`Stream.explain`); it need not be kept.
+        A handle that counts copies (:attr:`Stream.counts`, :meth:`Stream.explain`); it need not be kept.
 
     Raises:
         ValueError: torch is too old, ``device`` is no accelerator of this machine, the model has no such blocks, or two

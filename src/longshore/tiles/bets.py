@@ -1,4 +1,4 @@
-"""Before the verdict: whether to bet on it, the memory for that, what came of it, and norms that are known early."""
+"""Before the verdict: whether to bet on it, the memory for that, the outcome, and norms that are known early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speculation_budget(memory: SpeculationMemory, most: int, taken: int = 0) -> 
 
 
 class SpeculationRecord(NamedTuple):
-    """State of speculation, and what it did with tiles in the last window."""
+    """State of speculation, and counts of its tiles in the last window."""
 
     score: float
     """How often the assumed verdict was the true one lately, from 0 to 1."""

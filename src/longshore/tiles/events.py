@@ -212,7 +212,7 @@ class Which(Enum):
 
 
 class Row(NamedTuple):
-    """One kind of event: its track, and what has to end before it begins."""
+    """One kind of event: its track, and the events that have to end before it begins."""
 
     track: Track
     after: tuple[tuple[str, Which], ...] = ()

@@ -87,7 +87,7 @@ class InPlace:
         return True
 
     def _written(self, tile: Tile, active: Active) -> bool:
-        """Return whether somebody wrote a parameter of a tile that was stepped ahead, from its old master."""
+        """Return whether a parameter of a tile that was stepped ahead, from its old master, was written since."""
         assert tile.buffer is not None
         master, reconcile = master_of(tile.buffer), self._tier.kernels.reconcile
         return any(

@@ -60,7 +60,7 @@ class Waiting:
 
 
 class Parcel(Copy):
-    """Handle of the copies of small gradients, which begin when the parcel is full or when somebody waits for it.
+    """Handle of the copies of small gradients, which begin when the parcel is full or is waited for.
 
     Args:
         size: how many gradients are expected.

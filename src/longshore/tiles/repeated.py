@@ -11,7 +11,7 @@ from longshore.tiles.tiles import Tiles
 
 
 class RepeatedCommit:
-    """Commits of the same tiles, each with the same parameters: what is the same each time is computed once.
+    """Commits of the same tiles, each with the same parameters: the tables are computed once.
 
     Args:
         tiles: tiles of one tier, on the host, that copies nothing.
@@ -43,7 +43,7 @@ class RepeatedCommit:
 
     @property
     def undisturbed(self) -> bool:
-        """Whether nobody is told of the tiles' events, and no snapshot has buffers still to read."""
+        """Whether no recorder is told of the tiles' events, and no snapshot has buffers still to read."""
         return not self._tiles.recorders and not self._tiles.tier.snapshots.active
 
     def commit(

@@ -177,7 +177,7 @@ class Speculator:
 
     @property
     def record(self) -> SpeculationRecord | None:
-        """What speculation did in the last window; None if tiles are never stepped ahead."""
+        """Record of speculation in the last window; None if tiles are never stepped ahead."""
         if not self._memory:
             return None
         return SpeculationRecord(self._predictor.score, self._predictor.bets, self._reserved.total(), **self._last)
@@ -286,7 +286,7 @@ class Speculator:
             bet.open = False
 
     def void(self, tile: Tile) -> None:
-        """Drop what was computed ahead for a tile whose data is about to change; called after :meth:`harvest`."""
+        """Drop the results ahead for a tile whose data is about to change; called after :meth:`harvest`."""
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
             self._count(DROPPED, tile)
@@ -320,7 +320,7 @@ class Speculator:
     ) -> Slot | None:
         """Return the slot with the outputs if the tile was stepped ahead as required; :meth:`keep` then commits it.
 
-        ``written``: whether somebody wrote its parameters, which a step ahead does not read."""
+        ``written``: whether its parameters were written, which a step ahead does not read."""
         if tile.state is not TileState.STEPPED:
             return None
         bet = self._bets[tile.layout.index]

@@ -1,4 +1,4 @@
-"""Tiles of one process: the state of what it steps, and the gradients of the accumulation window.
+"""Tiles of one process: the state of the elements that it steps, and the gradients of the accumulation window.
 
 They know elements under a number, the key of a range, as flat tensors; stores know parameters and ranks.
 """
@@ -220,7 +220,7 @@ class Tiles:
 
     @property
     def speculation(self) -> SpeculationRecord | None:
-        """Record of what was stepped ahead in the last window; None if this store never steps ahead."""
+        """Record of steps ahead in the last window; None if this store never steps ahead."""
         return self.tier.speculator.record
 
     def arrivals(self, parameter: int) -> int:
@@ -319,7 +319,7 @@ class Tiles:
 
     @contextlib.contextmanager
     def committing(self, stepped: Sequence[Tile], brought: Iterable[int]) -> Iterator[None]:
-        """Break the state if the block ends half way; drop what it ``brought`` if no tile was ``stepped`` yet."""
+        """Break the state if the block ends half way; drop gradients that it ``brought`` if no tile was ``stepped``."""
         try:
             yield
         except BaseException as failure:  # Ctrl-C, too

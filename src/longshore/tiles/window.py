@@ -63,7 +63,7 @@ class Window:
     Any thread may call :meth:`fail`, and write :attr:`arrived` in hooks; all else is for the thread that steps.
 
     Attributes:
-        loss_scale, is_dynamic, overflowed: what ``set_loss_scale()`` of the optimizer set last.
+        loss_scale, is_dynamic, overflowed: values of the optimizer's last ``set_loss_scale()``.
         entries: counts of the last window that was stepped, by parameter.
         arrived: how many gradients hooks took in this window, by parameter.
         gave_up: whether a backward of the window raised, and the other ranks are being told that the window ended.

@@ -1,4 +1,4 @@
-"""Record what happens to each tile, and when: ``longshore.trace``."""
+"""Record the events of each tile, with their times: ``longshore.trace``."""
 
 from longshore.tracing.events import Event
 from longshore.tracing.record import Summary, Trace, annotate, trace

@@ -1,6 +1,6 @@
 """Copy streams of an accelerator: with events and pinned memory, or without copies for state that stays on it.
 
-They use what ``torch.accelerator`` has for every type of device.
+They use the part of ``torch.accelerator`` that every type of device has.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class DeviceCopy(DeviceHandle):
 
 
 class DeviceFetch(DeviceHandle):
-    """Handle of a copy to the device that somebody will :meth:`take`.
+    """Handle of a copy to the device, for a later :meth:`take`.
 
     It keeps both tensors until then. Afterwards everything that uses or frees the one on the device follows the copy.
-    If nobody asks for it, the allocator waits for the copy before it hands out the memory again.
+    If it is never taken, the allocator waits for the copy before it hands out the memory again.
 
     Args:
-        source, target: what is copied, and where.
+        source, target: tensors of the copy.
         whole: tensor that ``target`` is a part of.
         event: the end of the copy.
         home: stream on which ``whole`` was allocated.

@@ -30,7 +30,7 @@ from longshore.optim.rules.adam import AdamFamily, AdamW
 
 
 def muon_momentum(scalars: Scalars, g: Tensor, buffer: Tensor, update: Tensor) -> tuple[Tensor, ...]:
-    """Return the new momentum, and what is to be made orthogonal; ``update`` is not read."""
+    """Return the new momentum, and the matrix to be made orthogonal; ``update`` is not read."""
     one_minus_momentum = scalar(scalars, 0)
     momentum = scalar(scalars, 1)
     nesterov = scalar(scalars, 2)
@@ -313,7 +313,7 @@ class MuonFamily(RuleFamily):
 
 
 class Muon(RuleOptimizer):
-    """``torch.optim.Muon`` with master weights and momentum in host memory, and AdamW for what is no matrix.
+    """``torch.optim.Muon`` with master weights and momentum in host memory, and AdamW for all other parameters.
 
     The weights are those of ``torch.optim.Muon`` with float32 masters on the kind of device that the parameters compute
     on, bit for bit: Newton-Schulz runs there, on one matrix at a time, and everything else on the host.
