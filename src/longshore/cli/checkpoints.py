@@ -77,7 +77,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors too.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
 ) -> None:
-    """Show which checkpoints a folder has, whether they are complete, and what one of them contains.
+    """Show which checkpoints a folder has, whether they are complete, and the contents of one of them.
 
     The exit code is 1 if none is complete.
     """

@@ -135,7 +135,7 @@ class _CommandLine:
         }
 
     def _says(self, name: str, path: str, value: Any, fills: bool = False) -> ArgumentValue:
-        """Return what an option says about ``path``, with the option as the user wrote it."""
+        """Return an option's value for ``path``, with the option as the user wrote it."""
         if name == "offload":
             option = "--offload" if self.settings.optimizer.offload else "--no-offload"
         elif name == "stream":

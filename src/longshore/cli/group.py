@@ -1,4 +1,4 @@
-"""The ranks of a run, what they agree on besides the training itself, and the signals that end it."""
+"""The ranks of a run, their agreements besides the training itself, and the signals that end it."""
 
 from __future__ import annotations
 

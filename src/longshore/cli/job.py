@@ -174,7 +174,7 @@ class RunLog:
                 series.steps, series.losses = map(list, points)
 
     def progress(self) -> dict[str, Any]:
-        """Return what a run needs in order to continue here."""
+        """Return the state with which a run continues here."""
         last = {**dataclasses.asdict(self._last), "memory": list(self._last.memory)}
         curves = [[series.steps, series.losses] for series in (self._training, self._validation)]
         logged = [self._logged_step, self._logged_seconds]

@@ -30,7 +30,7 @@ class Option:
     """How a field is given on the command line.
 
     Attributes:
-        help: what ``--help`` says about it.
+        help: the text of ``--help`` about it.
         panel: the heading under which ``--help`` lists it.
         flag: the option's name, if it differs from the field's: ``--data``, or ``--offload/--no-offload``.
         at_least, at_most: inclusive bounds of a number; an integer has at most 64 bits in any case. A bounded float
@@ -38,7 +38,7 @@ class Option:
         multiple_of: a divisor of the number.
         choices: the texts that are accepted.
         parse: makes the value from the text; the message of its ``ValueError`` is shown after the option's name.
-        metavar: what ``--help`` shows in place of the type.
+        metavar: the word of ``--help`` in place of the type.
     """
 
     help: str
@@ -86,7 +86,7 @@ class OptionField(NamedTuple):
         return inspect.Parameter(self.name, keyword, default=default, annotation=Annotated[kind, given])
 
     def value(self, given: Any) -> Any:
-        """Return the field's value, from what typer read."""
+        """Return the field's value, from the one that typer read."""
         if get_origin(self.kind) is tuple:
             return tuple(given or ())
         if self.option.parse is None or given is None:

@@ -212,7 +212,7 @@ class MetricsFile:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, sync and close; a second call does nothing.
+        """Write the rest, sync and close; a second call does nothing.
 
         Raises:
             CommandError: lines are left. The file is closed all the same.

@@ -1,4 +1,4 @@
-"""``longshore plan``: what a model needs on a machine, and how to train it there."""
+"""``longshore plan``: the memory and time of a model on a machine, and how to train it there."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def report(
     ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Measure with small arrays, which caches may hold.")] = False,
 ) -> None:
-    """Print what matters to training on this machine, and what will slow it down, for bug reports.
+    """Print the facts of this machine for training, and causes of slow training, for bug reports.
 
     The page names no host, user or folder.
     """

@@ -55,7 +55,7 @@ class RunCheckpoints:
 
         Args:
             step: the number of the step.
-            progress: returns what the run needs in order to continue; saved with the checkpoint.
+            progress: returns the state with which the run continues; saved with the checkpoint.
             last: the run ends here.
         """
         if not self._every or step <= 0 or not (last or step % self._every == 0):

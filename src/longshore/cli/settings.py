@@ -76,7 +76,7 @@ Seed = Annotated[int, _training("Seed of weights and order of data.", at_least=0
 
 @dataclass(frozen=True)
 class DataSettings(CommandSettings):
-    """What to train on. ``paths``: files and folders; if empty, the standard library is read."""
+    """Text to train on. ``paths``: files and folders; if empty, the standard library is read."""
 
     paths: DataPaths = ()
     max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None

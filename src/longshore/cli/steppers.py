@@ -27,7 +27,7 @@ class MemoryUse(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What ``step`` did.
+    """Result of ``step``.
 
     Attributes:
         grad_norm: over all gradients, before clipping; None if none was measured.
@@ -209,7 +209,7 @@ class _PlainOptimizers:
 
 class PlainStepper(TrainStepper):
     """``torch.optim.AdamW(fused=True)``, and ``torch.optim.Muon`` beside it if that is asked for. For dtypes other than
-    fp32 it does what such loops usually do by hand: step fp32 masters with fp32 gradients, and cast them back.
+    fp32 it works as such loops usually do by hand: step fp32 masters with fp32 gradients, and cast them back.
 
     Args:
         exact_norm: sum the norm in float64 and round it once, as longshore does; torch sums in float32.

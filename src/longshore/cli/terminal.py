@@ -24,7 +24,7 @@ GRACE_S = 5.0
 
 
 class CommandError(Exception):
-    """One line for the user, which says what was found and what to do, and the exit code."""
+    """One line for the user, with the finding and the remedy, and the exit code."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -109,7 +109,7 @@ def import_extra(module: str) -> Any:
 
 
 class SafeOutput:
-    """A text stream over ``sys.stdout`` that discards what cannot be written, so that training continues."""
+    """A text stream over ``sys.stdout`` that discards text that cannot be written, so that training continues."""
 
     def __init__(self) -> None:
         self._stream: IO[str] | None = sys.stdout

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that longshore does not have, with what to use instead; and the version it stands in for.
+"""Names of DeepSpeed that longshore does not have, with their replacements; and the version it stands in for.
 
 This module loads neither torch nor the engine: a program may only ask whether there is a package named deepspeed.
 """
@@ -144,7 +144,7 @@ _ELSE = (
 
 
 def advice(name: str) -> str:
-    """Return advice on what to use in place of ``deepspeed.<name>``."""
+    """Return advice on a replacement of ``deepspeed.<name>``."""
     names = [name, *(name.replace(prefix, same, 1) for prefix, same in _SAME.items() if name.startswith(prefix))]
     for each in names:
         parts = each.split(".")
@@ -161,7 +161,7 @@ def attribute_error(path: str, name: str) -> AttributeError:
 
 
 def message(name: str) -> str:
-    """Return the error's text for ``deepspeed.<name>``, with what to use instead."""
+    """Return the error's text for ``deepspeed.<name>``, with its replacement."""
     return f"longshore has no {NAME}.{name}: {advice(name)}"
 
 
@@ -187,5 +187,5 @@ def _refused(kind: type) -> LongshoreError:
 
 
 def unusable(module: str) -> dict[str, Any]:
-    """Return what the ``module`` of :data:`UNUSABLE` contains."""
+    """Return the names in the ``module`` of :data:`UNUSABLE`."""
     return {name: _Unusable(name, (), {"__module__": f"{NAME}.{module}"}) for name in UNUSABLE[module].split()}

@@ -15,7 +15,7 @@ from longshore import Config
 class FileConfig(Config):
     """A :class:`longshore.Config` that also reads as DeepSpeed's ``engine.config``, a mapping with a file's keys.
 
-    ``config.get("zero_optimization", {}).get("stage")`` is what the file says, and ``config.stage`` is what the engine
+    ``config.get("zero_optimization", {}).get("stage")`` is the file's, and ``config.stage`` is the one that the engine
     does. The mapping is read only: settings do not change after ``initialize()``.
     """
 
@@ -55,7 +55,7 @@ class FileConfig(Config):
 
 
 def for_evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's content for an engine that never steps: without what only steps depend on.
+    """Return a file's content for an engine that never steps: without keys that matter to steps alone.
 
     Dotted keys at the top level are left out too. TRL writes some, and DeepSpeed does not read them.
     """

@@ -29,7 +29,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
     Args:
         fn: one of torch's constructors.
-        target_fp_dtype: dtype of what would be floating.
+        target_fp_dtype: dtype of tensors that would be floating.
         target_device: device unless a call names one; None: torch's default.
     """
 

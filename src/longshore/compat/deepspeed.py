@@ -1,7 +1,7 @@
 """The names of DeepSpeed's package that training scripts use, implemented by longshore.
 
 Use it as ``import longshore.compat.deepspeed as deepspeed``, or run a script with ``longshore run-deepspeed``.
-A name that is missing raises an error that says what to use instead; ``hasattr`` is then false. Submodules
+A name that is missing raises an error that names its replacement; ``hasattr`` is then false. Submodules
 (``deepspeed.ops.adam``) are not files: :mod:`longshore.compat.finder` makes them from the table in
 :mod:`longshore.compat.names`.
 """

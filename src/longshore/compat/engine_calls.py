@@ -33,7 +33,7 @@ class DeepSpeedEngine(Engine):
         """Answer with the values of a file.
 
         Args:
-            config: what ``initialize()`` was given; a mapping has a file's content.
+            config: the argument of ``initialize()``; a mapping has a file's content.
             optimizer: the one that was passed, or None.
         """
         if isinstance(config, Mapping):

@@ -76,7 +76,7 @@ class _SameModule(Loader):
 
 
 class DeepSpeedFinder(MetaPathFinder):
-    """Finds the modules below one of the two names of the package, and raises for what is not there.
+    """Finds the modules below one of the two names of the package, and raises for modules that are not there.
 
     ``from package import name`` looks for a module of that name last, so that the error, which says what to use
     instead, also covers missing names.

@@ -95,7 +95,7 @@ class _Given:
     """The optimizer that a script passed.
 
     Attributes:
-        optimizer: what ``longshore.initialize`` gets.
+        optimizer: the argument of ``longshore.initialize``.
         kept: the script's optimizer; None if it passed none, or a function that was not called yet.
     """
 

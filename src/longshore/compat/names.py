@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's package, with what each is in longshore; ``absent.py`` has the names that are refused."""
+"""The names of DeepSpeed's package, with their values in longshore; ``absent.py`` has the names that are refused."""
 
 from __future__ import annotations
 

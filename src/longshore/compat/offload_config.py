@@ -15,7 +15,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What ``offload_states()`` would move, for scripts that import the names; longshore's engine refuses the call."""
+    """Kinds of state for ``offload_states()``, for scripts that import the names; the engine refuses the call."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

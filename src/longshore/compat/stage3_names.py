@@ -98,7 +98,7 @@ def _nothing(*_: Any, **__: Any) -> Iterable[Any]:
 class ParameterOffload:
     """``engine.optimizer.parameter_offload``: the hooks by which stage 3 gathers, which TRL removes and puts back.
 
-    DeepSpeed's would free what ``GatheredParameters`` has gathered, at the end of each module's forward. longshore's
+    DeepSpeed's would free those of ``GatheredParameters``, at the end of each module's forward. longshore's
     leave gathered parameters alone, so that there are none to remove, and no parameters to go through.
     """
 

@@ -191,7 +191,7 @@ class FirstBlock:
         send(parameter.data, source=0)
 
     def problems(self) -> list[str]:
-        """Return what this rank did in the block that cannot stay, by parameter."""
+        """Return this rank's changes in the block that cannot stay, by parameter."""
         found = []
         for each, memory in self._memory:
             what, digest = f"a parameter of shape {list(memory.shape)} from before initialize()", self._digest_of(each)

@@ -39,7 +39,7 @@ def gather(params: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | N
         ValueError: a DTensor belongs to no model of ``longshore.initialize``, or the rank does not exist.
         ParameterError: at the end, on all ranks: a sharded parameter was written without ``modifier_rank``, or was
             given memory of another shape, dtype or device. All keep the values from before; before ``initialize()``
-            rank 0's own parameters have what it wrote.
+            rank 0's own parameters have its writes.
         RankError: at the end: another rank left the block by an exception; values as above. Or the ranks gather
             different parameters.
     """

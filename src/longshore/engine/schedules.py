@@ -94,7 +94,7 @@ class Schedule(LRScheduler):
         return self.last_epoch - 1
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter of the schedule, such as ``warmup_num_steps``, or what only this kind of schedule has."""
+        """Return a parameter of the schedule, such as ``warmup_num_steps``, or one of this kind alone."""
         config = vars(self).get("_config")
         if config is not None:
             if name in type(config).model_fields and name != "type":

@@ -111,7 +111,7 @@ class MatrixRule(ABC):
     @property
     @abstractmethod
     def first(self) -> Rule:
-        """Rule of the first pass, over the state alone; its outputs, bfloat16, are what is to be transformed."""
+        """Rule of the first pass, over the state alone; its outputs, bfloat16, are to be transformed."""
 
     @abstractmethod
     def transform(self, matrix: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Formats of the states in a buffer: float32, bfloat16, or 8 bits; docs/states.md states their bits.
 
-A step decodes the states, computes in float32, and encodes what it wrote. Encoding rounds stochastically: a number
+A step decodes the states, computes in float32, and encodes the results. Encoding rounds stochastically: a number
 between two codes becomes one or the other, with probabilities such that its expected value is itself. Rounding to
 nearest would leave a second moment where it is, as one step with ``beta2=0.999`` changes it by less than half a unit in
 the last place. The random bits depend on the seed, the parameter's name, the element's place in the whole parameter and

@@ -81,7 +81,7 @@ def canonical(values: Tensor) -> Tensor:
 
 def adopted(master: Tensor, parameter: Tensor) -> Tensor:
     """Return the float32 master, with every element of ``parameter`` whose bits differ from the rounded master in the
-    place of its master: somebody else wrote it."""
+    place of its master: it was written by others."""
     integer = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
     differs = master.to(parameter.dtype).view(integer) != parameter.view(integer)
     return torch.where(differs, parameter.float(), master)
@@ -141,7 +141,7 @@ def rule_step(
         gradient: of the same shape as each array; float32, bfloat16 or float16.
         rule: hyper-parameters, and the step count after this step.
         scale: factors by which the gradient is multiplied, one after the other.
-        parameter: as it is before the step, to be :func:`adopted` first; None: nobody else wrote it.
+        parameter: as it is before the step, to be :func:`adopted` first; None: it has no writes of others.
 
     Returns:
         The new arrays, as many as were given. The published parameter is :func:`rule_output`, rounded to nearest even.

@@ -26,7 +26,7 @@ _MOST_RANGES = 50_000
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The layout of one rank; the first six fields are what it was made from."""
+    """The layout of one rank; the first six fields are its inputs."""
 
     model: PlannedModel  # with parameters in the job's dtype
     job: Job
@@ -149,7 +149,7 @@ def _over_ranks(model: PlannedModel, job: Job, stage: int, place: tuple[int, int
 def _batches(
     model: PlannedModel, job: Job, ranks: int, owned: Sequence[Spec], over_ranks: Layout | None
 ) -> Iterator[MatrixBatch]:
-    """Yield the batches of matrices of a rank, which steps what is ``owned``."""
+    """Yield the batches of matrices of a rank, which steps those that are ``owned``."""
     matrices = matrices_of(model, job)
     here: dict[int, int] = {}
     for spec in owned:

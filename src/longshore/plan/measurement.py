@@ -99,7 +99,7 @@ class MachineProbe:
     transforms: bool = False  # whether to measure Newton-Schulz
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
-        """Measure the machine; figures are medians over the rounds. ``note`` is called with what is measured next.
+        """Measure the machine; figures are medians over the rounds. ``note`` is called with the next one's name.
 
         Raises:
             ValueError: fewer than two numbers of tokens.

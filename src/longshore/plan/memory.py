@@ -69,7 +69,7 @@ def streamed_bytes(model: PlannedModel) -> int:
 
 
 def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
-    """Return the bytes of each unit, in order, and of what is in none."""
+    """Return the bytes of each unit, in order, and of the rest."""
     sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
     rest = sizes.pop(None, 0)
     return [sizes.get(unit, 0) for unit in range(model.units)], rest

@@ -1,4 +1,4 @@
-"""The picture of a plan: the memory of every choice, and what the recommended one does over the time of a step."""
+"""The picture of a plan: the memory of every choice, and the schedule of a step of the recommended one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def parse_rate(text: str) -> float:
     """Return bytes a second: ``400GB/s``, ``3.35TB/s``, or in bits ``200Gbit/s`` (``200Gbps``).
 
     Raises:
-        ValueError: the text is something else; the message says what is accepted.
+        ValueError: the text is something else; the message says which texts are accepted.
     """
     what = "a bandwidth as 400GB/s, 3.35TB/s or 200Gbit/s"
     bits = re.fullmatch(r"(?P<value>.*?)\s*(bits?/s|bps)", text.strip(), re.IGNORECASE)
@@ -27,6 +27,6 @@ def parse_flops(text: str) -> float:
     """Return operations a second: ``989TFLOP/s``, ``989 TFLOPS``, ``9.89e14``.
 
     Raises:
-        ValueError: the text is something else; the message says what is accepted.
+        ValueError: the text is something else; the message says which texts are accepted.
     """
     return parse_scaled(text, ("FLOP/S", "FLOPS", "FLOPS/S", ""), "operations a second as 989TFLOP/s")

@@ -1,7 +1,7 @@
 """Simulate one training step with the schedule of the engine.
 
 The table of :mod:`longshore.tiles.events`, and the rows that this module adds for several ranks, say on which track
-each event runs and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each
+each event runs and its predecessors; ``commit_moves`` gives the order of a commit. This module adds how long each
 event takes, and the order in which backward asks for events.
 """
 
@@ -96,7 +96,7 @@ class Simulation:
 def simulate(
     model: PlannedModel, machine: PlanMachine, job: Job, choice: PlanChoice, layout: RankLayout | None = None
 ) -> Simulation:
-    """Simulate one step; ``layout`` is what :func:`~longshore.plan.layout.lay_out` returns for this choice."""
+    """Simulate one step; ``layout`` is the result of :func:`~longshore.plan.layout.lay_out` for this choice."""
     layout = layout or lay_out(model, job, choice, machine.ranks, machine.staged, threads=machine.threads_of_a_rank)
     return _Step(machine, job, layout).run()
 
@@ -348,7 +348,7 @@ class _Step:
     # -- how long things take -------------------------------------------------
 
     def _pass_s(self, num_bytes: float) -> float:
-        """Return the time of a pass over what is where the optimizer's state is: states, sums of gradients."""
+        """Return the time of a pass over memory where the optimizer's state is: states, sums of gradients."""
         return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)
 
     def _transform_s(self, matrix: MatrixJob) -> float:

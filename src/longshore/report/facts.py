@@ -239,7 +239,7 @@ def measure(
     Args:
         numel: elements to step and to copy, at least 2**20.
         rounds: rounds of each figure, after one that is not counted.
-        note: a function that is called with the name of what is measured next.
+        note: a function that is called with the name of the next measurement.
         threads: threads of the host; None: one for each CPU that the process may use.
         clock: a function that returns seconds, for the host's figures; ``time.process_time`` suits one thread on a busy
             machine.

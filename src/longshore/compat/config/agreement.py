@@ -26,7 +26,7 @@ class ArgumentValue(NamedTuple):
         path: dotted path of the setting in a DeepSpeed file.
         value: value of the argument.
         argument: the argument with its value, as errors show it: ``--lr 0.1``.
-        advice: what to do about a contradiction.
+        advice: how to resolve a contradiction.
         fills: whether it is also used where a file has no such key; otherwise only where the file has ``"auto"``.
     """
 

@@ -40,7 +40,7 @@ class Key:
 
     Attributes:
         name: the key in its section. A row in the table may name several, separated by spaces.
-        treatment: what longshore does with it.
+        treatment: longshore's use of it.
         kind: its legal values.
         what: if honoured, what it does; if accepted, why it cannot change results; if refused, what to do instead.
         field: the field of ``Config`` or, with a dot, of its ``loss_scaling`` that takes the value as it is.

@@ -76,7 +76,7 @@ def load_config(
         source: name of the configuration in errors; by default that of :func:`read_config`.
 
     Raises:
-        ConfigError: a ValueError that lists all problems, each with its path, its value and what to do.
+        ConfigError: a ValueError that lists all problems, each with its path, its value and the remedy.
         TypeError: ``config`` has another type.
         ValueError: ``world_size`` is not a number of ranks.
     """
@@ -91,7 +91,7 @@ def load_config(
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
 ) -> tuple[str, Config | Mapping[str, Any]]:
-    """Return the name of a configuration in errors, and its content: a ``Config``, or what the file says."""
+    """Return the name of a configuration in errors, and its content: a ``Config``, or the file's."""
     if isinstance(config, Config):
         return "Config", config
     if isinstance(config, Mapping):

@@ -1,4 +1,4 @@
-"""The table of all keys of a DeepSpeed configuration file, by section. Each row says what longshore does with a key."""
+"""The table of all keys of a DeepSpeed configuration file, by section. Each row is longshore's use of a key."""
 
 from __future__ import annotations
 

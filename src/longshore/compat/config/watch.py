@@ -34,7 +34,7 @@ class ConfigWatch:
         self._latest[id(self._given)] = self
 
     def check(self) -> None:
-        """Raise LongshoreError if a setting is not what it was."""
+        """Raise LongshoreError if a setting has changed."""
         now = _known(self._given)
         if now == self._before:
             return

@@ -19,7 +19,7 @@ class Problem:
 
     Attributes:
         path: dotted path in the file, such as ``zero_optimization.stage``.
-        what: the rule, and what to do.
+        what: the rule, and the remedy.
         value: the value that was found; ``NOTHING`` if it is missing or if several values contradict each other.
     """
 
@@ -150,7 +150,7 @@ def edits(left: str, right: str) -> int:
 
 
 def alias_of(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name of what other libraries call ``name``, or an empty one if there is none."""
+    """Return a list with the known name of other libraries' ``name``, or an empty one if there is none."""
     known = set(known)
     called = _ALIASES.get(name.lower().replace("-", "_"), ())
     return [option for option in called if option in known][:1]

@@ -71,7 +71,7 @@ def check_world_size(world_size: int) -> None:
 
 
 def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
-    """Describe the rule, what was found, and each change of one number that corrects it."""
+    """Describe the rule, the numbers, and each change of one number that corrects them."""
     train, micro, steps = given
     assert train is not None
     factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]

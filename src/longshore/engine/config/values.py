@@ -21,7 +21,7 @@ from longshore.engine.config.base import nearest, quoted
 
 
 class WrongValueError(ValueError):
-    """An illegal value. The message says what it must be; the code that catches it adds the path and the value."""
+    """An illegal value. The message says which are legal; the code that catches it adds the path and the value."""
 
 
 class Kind(ABC):
@@ -110,7 +110,7 @@ class Number(Kind):
     """A finite number within bounds; ``above`` and ``below`` are exclusive.
 
     Attributes:
-        of: what it measures or counts.
+        of: the thing that it measures or counts.
         whole: whether it is an integer of 64 bits. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
     """
 
@@ -184,8 +184,8 @@ class OneOf(Kind):
 
     Attributes:
         options: the legal values.
-        refused: known values that are not supported (strings in lower case), with what to do instead.
-        otherwise: what to do about any other value.
+        refused: known values that are not supported (strings in lower case), with the remedy.
+        otherwise: the remedy for any other value.
         aliases: other names (in lower case) and the options that they stand for.
     """
 
@@ -218,7 +218,7 @@ class OneOf(Kind):
 
 
 def _folded(value: object) -> Any:
-    """Return what an option is compared by: a string in lower case or a whole number; None for anything else."""
+    """Return an option for comparisons: a string in lower case or a whole number; None for anything else."""
     # A torch dtype is recognized by name, so that reading a file does not import torch.
     if isinstance(value, Enum):  # DeepSpeed's own names of devices are strings, too
         value = value.value

@@ -53,7 +53,7 @@ class ModelOnly(nn.Module):
     Args:
         module: the model, on its device.
         sharded: its FSDP2 hooks, if it has shards, so that it can run without an engine.
-        streamed: what copies its parameters to the device, if they rest on the host.
+        streamed: the stream that copies its parameters to the device, if they rest on the host.
     """
 
     engine: Engine | None
@@ -210,7 +210,7 @@ def add_groups(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
     """Add the parameter groups that the saved run had beyond those of ``configure_optimizers()``, in their order.
 
     A callback added them, such as ``BackboneFinetuning``. Nothing is added if the first groups are not those of this
-    optimizer; loading then says what differs.
+    optimizer; loading then names the difference.
 
     Args:
         groups: all groups of the saved run, each with the names of its ``parameters`` and its ``options``.

@@ -137,7 +137,7 @@ class StrategySettings:
 
 
 def _decided_by_lightning(config: Config, given: LightningArguments, from_file: bool) -> list[Problem]:
-    """Return problems with what Lightning decides in any case: precision, optimizer, schedule, loader."""
+    """Return problems with settings that Lightning decides in any case: precision, optimizer, schedule, loader."""
     dtype, autocast = PRECISIONS[given.precision]
     pair = (config.dtype or "fp32", config.autocast)
     other = next((name for name, each in PRECISIONS.items() if each == pair), "32-true")
