@@ -170,6 +170,30 @@ def test_destroy_is_no_discard_to_warn_of() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_failed_backward_counts_although_the_model_is_converted_after_it(steps: int) -> None:
+    config = longshore.Config(optimizer={"type": "AdamW"}, gradient_accumulation_steps=steps)
+    engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
+    try:
+        loss = engine(torch.randn(3, 16)).sum()
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss)
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.bfloat16()
+        for _ in range(2):
+            engine.backward(engine(torch.randn(3, 16, dtype=torch.bfloat16)).sum())
+            with pytest.raises(longshore.GradientError, match="a backward of this window failed"):
+                engine.step()
+        engine.zero_grad()
+        for _ in range(steps):
+            engine.backward(engine(torch.randn(3, 16, dtype=torch.bfloat16)).sum())
+            engine.step()
+        assert engine.was_step_applied()
+    finally:
+        engine.destroy()
+
+
 def test_a_loop_that_discards_before_each_step_is_warned_once() -> None:
     engine = make()
     try:

@@ -396,7 +396,7 @@ MUTANTS = [
     Mutant(
         "no step before the boundary says that a backward failed",
         "Accumulation.due",
-        "if self._window.gave_up:",
+        "if self._failed:",
         "if False:",
         ("tests/engine/test_failures.py::test_no_step_is_due_before_a_declared_boundary_after_a_failed_backward",),
     ),
@@ -446,7 +446,7 @@ MUTANTS = [
     Mutant(
         "a window that was stepped does not end",
         "LocalGradients._ended",
-        "self.begin()",
+        "self._begin()",
         "",
         (TABLE,),
     ),

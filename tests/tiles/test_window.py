@@ -68,18 +68,38 @@ def test_everybody_is_told_how_it_ended_before_it_forgets() -> None:
     assert len(told) == 2 and len(listeners[0].told) == 3
 
 
-def test_a_listener_that_raises_does_not_keep_the_window_open() -> None:
+def test_a_listener_that_raises_does_not_keep_the_window_open_for_others() -> None:
+    told: list[Ended] = []
+
     class Raising:
         def ended(self, how: Ended) -> None:
             raise UserWarning(how.name)
 
+        def ended_later(self, how: Ended) -> None:
+            told.append(how)
+
     window, listener = Window(), Raising()
     window.on_end(listener.ended)
+    window.on_end(listener.ended_later)
     window.arrived[0] = 1
     window.fail(ValueError("lost"))
     with pytest.raises(UserWarning, match="DISCARDED"):
         window.end(Ended.DISCARDED)
-    assert window.arrived == {} and not window.failed
+    assert window.arrived == {} and not window.failed and told == [Ended.DISCARDED]
+
+
+def test_replaced_parameters_take_their_failures_with_them_but_no_failed_backward() -> None:
+    window = Window()
+    window.arrived[0] = 1
+    window.fail(ValueError("a hook"))
+    window.lose_gradients()
+    window.check()
+    window.fail(GradientError("a backward"))
+    window.gave_up = True
+    window.lose_gradients()
+    assert window.arrived == {}
+    with pytest.raises(GradientError, match="a backward"):
+        window.check()
 
 
 def test_a_gradient_that_would_not_be_applied_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -108,6 +109,8 @@ class Accumulation:
         """Calls of ``engine.backward()`` that raised nothing."""
         self.calls = 0
         """Calls of ``engine.step()`` that were not due."""
+        self._failed = False
+        """Whether an ``engine.backward()`` raised; the window has the error."""
         self.scaled = False
         """Whether the user asked for the loss scale, for a ``loss.backward()`` of their own."""
         self._loss = None
@@ -126,13 +129,13 @@ class Accumulation:
     @property
     def open(self) -> bool:
         """Whether anything was called since the last window ended that says when its step is due."""
-        return self._window.gave_up or self.backwards > 0 or (self._counts and self.calls > 0)
+        return self._failed or self.backwards > 0 or (self._counts and self.calls > 0)
 
     @property
     def alone(self) -> bool:
         """Whether an ``engine.step()`` that is called now has no ``engine.backward()`` before it, and needs one to be
         due: then another rank may have gradients of a ``loss.backward()`` that brought this one none."""
-        return self._counts and not self._window.gave_up and self.backwards == self._seen
+        return self._counts and not self._failed and self.backwards == self._seen
 
     # -- backwards ------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class Accumulation:
             self._loss = value
         self._arrived = arrived
         self.backwards += succeeded
+        self._failed = self._failed or not succeeded
 
     # -- the step -------------------------------------------------------------
 
@@ -196,7 +200,7 @@ class Accumulation:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
             GradientError: these have no loss scale; or a backward of this window failed.
         """
-        if self._window.gave_up:
+        if self._failed:
             self._window.check()
         due = self._counted(raw, others)
         if due and raw and not self.scaled and loss_scale != 1.0:
@@ -261,7 +265,7 @@ class Accumulation:
         """Begin anew after a window that ended; warn about a loop that always discards, and so never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         # A whole window is discarded once for a bad batch; a loop that goes on to step() has it in the wrong place.
-        counted = how is Ended.DISCARDED and not self._window.gave_up and self.managed and self.boundary is None
+        counted = how is Ended.DISCARDED and not self._failed and self.managed and self.boundary is None
         lost = counted and kept > 0 and (kept < steps or self.calls > 0)
         self.discards += lost
         self._begin()
@@ -277,6 +281,7 @@ class Accumulation:
 def _script_level() -> int:
     """Return the ``stacklevel`` by which a warning of the caller names the line of the script that called longshore,
     perhaps by way of torch."""
-    inside = tuple(f"{place}{os.sep}" for place in (Path(__file__).parents[1], Path(torch.__file__).parent))
+    rooms = (f"{place}{os.sep}" for place in (Path(__file__).parents[1], Path(torch.__file__).parent))
+    inside = (*rooms, contextlib.__file__)
     callers = inspect.stack(context=0)[1:]
     return next((level for level, each in enumerate(callers, 1) if not each.filename.startswith(inside)), 1)

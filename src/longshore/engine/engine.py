@@ -377,18 +377,17 @@ class Engine(EngineAttributes):
         Raises the error of a checkpoint that was being written.
         """
         self._destroyed = True
-        try:
-            self._checkpoints.close()
-        finally:
-            if self._reports is not None:
-                self._reports.close()
-            core_of(self.optimizer).window.end(Ended.CLOSED)  # with the parameters' .grad
-            self.optimizer.close()
-            self._store.tiles.release()
+        with contextlib.ExitStack() as ending:  # the last one is first, and each ends, whatever another one raises
+            ending.callback(self.binding.release)
+            ending.callback(self.ranks.close)
             if self._stream is not None:
-                self._stream.close()
-            self.ranks.close()
-            self.binding.release()
+                ending.callback(self._stream.close)
+            ending.callback(lambda: self._store.tiles.release())
+            ending.callback(self.optimizer.close)
+            ending.callback(core_of(self.optimizer).window.end, Ended.CLOSED)  # with the parameters' .grad
+            if self._reports is not None:
+                ending.callback(self._reports.close)
+            ending.callback(self._checkpoints.close)
 
     def _check_alive(self) -> None:
         if self._destroyed:

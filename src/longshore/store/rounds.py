@@ -159,10 +159,10 @@ class LocalGradients:
         """Indices of buckets in the order of launches, the same on all ranks."""
         self._usual_backwards = 0
         """How many backwards the last stepped window had."""
-        self.begin()
+        self._begin()
         tiles.window.on_end(self._ended)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Begin a new window."""
         self.backwards = 0
         self.rounds = 0
@@ -186,7 +186,7 @@ class LocalGradients:
     def _ended(self, how: Ended) -> None:
         if how is Ended.STEPPED:
             self._usual_backwards = self.backwards
-        self.begin()
+        self._begin()
 
     def marks(self) -> Any:
         """Return how far each stream is that had gradients in this window; see :meth:`CopyStreams.marks`."""

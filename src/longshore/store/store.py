@@ -191,12 +191,8 @@ class Store:
             GradientError: the window is incomplete; nothing was stepped.
             BrokenStateError: this or an earlier commit failed half way.
         """
-
-        def committed() -> None:
-            then()
-            self.window.end(Ended.STEPPED)
-
-        self.tiles.commit(steps, scale, committed)
+        self.tiles.commit(steps, scale, then)
+        self.window.end(Ended.STEPPED)
 
     # -- state ----------------------------------------------------------------
 

@@ -6,6 +6,7 @@ how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import traceback
@@ -87,7 +88,8 @@ class Window:
     def lose_gradients(self) -> None:
         """Forget the gradients that arrived, and failed to: all parameters were replaced."""
         self.arrived: dict[int, int] = {}
-        self._failure: LongshoreError | None = None
+        if not self.gave_up:
+            self._failure: LongshoreError | None = None
 
     def _unclip(self) -> None:
         self._coefficient = 1.0
@@ -105,7 +107,7 @@ class Window:
         if cause is not None and not isinstance(cause, FailedThere):
             cause = FailedThere("".join(traceback.format_exception(cause)))
         if own is None:
-            said = f"{event or 'something failed in this window'} ({type(failure).__name__}: {failure})"
+            said = f"{event or 'this window failed in an earlier call'} ({type(failure).__name__}: {failure})"
             own = GradientError(f"{said}; zero_grad() discards this window, and training can go on")
         own.__cause__ = cause
         self._failure = self._failure or own
@@ -208,10 +210,9 @@ class Window:
         self._at_end.append(weakref.WeakMethod(call))
 
     def end(self, how: Ended) -> None:
-        """End the window, and begin the next one. It may be called again after an interrupt."""
-        try:
-            for each in self._at_end:
+        """End the window, and begin the next one, also if a call of :meth:`on_end` raises."""
+        with contextlib.ExitStack() as ending:  # which calls the last one first
+            ending.callback(self._begin)
+            for each in reversed(self._at_end):
                 if (call := each()) is not None:
-                    call(how)
-        finally:
-            self._begin()
+                    ending.callback(call, how)
