@@ -32,6 +32,8 @@ from torch import multiprocessing
 import longshore
 
 SOURCE = f"{Path(longshore.__file__).parent}{os.sep}"
+_BESIDE = f"{SOURCE}{os.path.join('ranks', 'presence.py')}"
+"""The file of a thread that looks now and then whether the other ranks are there: it runs beside a trip, or not."""
 _STEPS = 3
 
 
@@ -66,7 +68,6 @@ class Counting:
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._on or event != "call" or not frame.f_code.co_filename.startswith(SOURCE):
             return
-        self._calls[frame.f_code.co_filename] += 1
         stack: list[tuple[str, str]] = []
         caller: FrameType | None = frame
         while caller is not None:
@@ -74,6 +75,9 @@ class Counting:
             if file.startswith(SOURCE) and (not stack or stack[-1][0] != file):
                 stack.append((file, caller.f_code.co_name))
             caller = caller.f_back
+        if stack[-1][0] == _BESIDE:
+            return
+        self._calls[frame.f_code.co_filename] += 1
         if len(stack) > len(self._deepest):
             self._deepest = stack[::-1]
 
