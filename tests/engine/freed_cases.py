@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from freed import private_bytes, steps_break_half_way, without_collector
 from torch import nn
 
 import longshore
+from longshore.optim.tiled_optimizer import core_of
 
 SIDE = 768
 """Of a matrix whose states are whole huge pages, in each format and in halves."""
@@ -55,6 +57,22 @@ def destroyed(stage: int) -> int:
         assert private_bytes() - before >= 2 * SIDE * SIDE
         engine.destroy()
         return private_bytes() - before
+
+
+def refused(stage: int) -> bool:
+    """Whether anything keeps the store of an engine whose last step was refused, once its user has neither."""
+    with without_collector():
+        engine = start(stage=stage)
+        train(engine)
+        engine.backward(engine(torch.ones(1, SIDE)).square().mean())
+        engine.optimizer.param_groups[0]["lr"] = -1.0
+        for kind in (ValueError, longshore.GradientError):
+            with pytest.raises(kind, match="lr must be"):
+                engine.step()
+        store = weakref.ref(core_of(engine.optimizer).store)
+        engine.destroy()
+        del engine
+        return store() is not None
 
 
 def broke_half_way(stage: int) -> int:

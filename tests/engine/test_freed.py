@@ -138,6 +138,13 @@ def test_after_destroy_state_is_gone_and_every_call_says_so(stage: int, tmp_path
 
 @pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_refused_step_keeps_nothing_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
+    """Not even in the traceback of its error, which the other rank is told of."""
+    assert two_ranks(freed_cases.refused, stage) == [False, False]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     assert two_ranks(freed_cases.destroyed, stage) == [0, 0]
 

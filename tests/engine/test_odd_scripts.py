@@ -13,6 +13,8 @@ from torch import nn
 import longshore
 from engine import failure_cases
 from longshore.errors import CheckpointError
+from longshore.optim.tiled_optimizer import core_of
+from longshore.tiles import Ended
 
 
 def make(**arguments: Any) -> Any:
@@ -168,6 +170,21 @@ def test_destroy_is_no_discard_to_warn_of() -> None:
         engine.zero_grad()
     engine.backward(engine(torch.randn(3, 16)).sum())
     engine.destroy()
+    assert sum(engine.optimizer.host_bytes().values()) == 0 and not engine.in_window
+
+
+def test_destroy_ends_each_part_whatever_another_one_raises() -> None:
+    class Raising:
+        def ended(self, how: Ended) -> None:
+            raise RuntimeError("at the end of the window")
+
+    engine, raising = make(), Raising()
+    engine.backward(engine(torch.randn(3, 16)).sum())
+    core_of(engine.optimizer).window.on_end(raising.ended)
+    assert sum(engine.optimizer.host_bytes().values()) > 0
+    with pytest.raises(RuntimeError, match="at the end of the window"):
+        engine.destroy()
+    assert sum(engine.optimizer.host_bytes().values()) == 0 and not engine.in_window
 
 
 @pytest.mark.parametrize("steps", [1, 2])

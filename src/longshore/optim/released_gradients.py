@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 
@@ -38,7 +37,7 @@ from longshore.optim.released import (
 )
 from longshore.optim.shards import check_not_wrapped, is_sum_over_ranks
 from longshore.store import Store
-from longshore.tiles import GRADIENT, Ended, FailedThere
+from longshore.tiles import GRADIENT, Ended
 
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -346,7 +345,7 @@ def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None
     error = GradientError(
         f"a gradient was not taken during backward: {reason} (zero_grad() discards this window, and training can go on)"
     )
-    error.__cause__ = FailedThere("".join(traceback.format_exception(failure)))
+    error.__cause__ = failure
     source.store.window.fail(error)
 
 

@@ -198,6 +198,9 @@ class SharedResidence(Residence):
     def discarded(self) -> None:
         """Note that this rank discarded its window."""
 
+    def close(self) -> None:
+        """Undo all changes to the model."""
+
 
 class OwnedForecast(Forecast):
     """Forecast for the ranges that this rank owns, from one for whole parameters."""

@@ -32,9 +32,6 @@ class Residence:
     def free(self) -> None:
         """Free the parameters that were gathered: they are about to change, or their memory is needed."""
 
-    def close(self) -> None:
-        """Undo all changes to the model."""
-
 
 class Store:
     """Optimizer state and gradients by parameter. This process has all of it; a subclass shares it with other ranks.

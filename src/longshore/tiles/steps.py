@@ -51,10 +51,15 @@ class FailedThere(Exception):
     """The traceback of an error, as text: frames would keep all that is local to them, such as the store that keeps the
     error."""
 
+    @classmethod
+    def of(cls, failure: BaseException) -> FailedThere:
+        """Return the traceback of ``failure``, and of its causes."""
+        return cls("".join(traceback.format_exception(failure)))
+
 
 def without_frames(failure: Failure) -> Failure:
     """Return an error that is raised nowhere at the moment, with its traceback, and that of its causes, as text."""
-    text = FailedThere("".join(traceback.format_exception(failure)))
+    text = FailedThere.of(failure)
     failure.__context__, failure.__cause__ = None, text
     return failure.with_traceback(None)
 

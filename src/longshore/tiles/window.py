@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
@@ -39,7 +38,7 @@ class Entry(NamedTuple):
     arrived: int
     """Gradients that backward produced on this rank."""
     reduced: int | None
-    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
+    """Gradients (sums over all ranks) that reached this rank's step; None if other ranks step the parameter."""
     applied: int
     """Steps made with these gradients."""
 
@@ -100,12 +99,14 @@ class Window:
     def fail(self, failure: BaseException, event: str = "") -> None:
         """Note that the window cannot be stepped any more; the first failure counts. ``event`` says in words what could
         not be done, if the error does not."""
+        if self.failed:
+            return
         # Copies, here and in check(): a traceback would keep all that is local to its frames, as the window's owner.
         own, cause = None, failure
         if isinstance(failure, GradientError if event else LongshoreError):
             own, cause = copy.copy(failure), failure.__cause__
         if cause is not None and not isinstance(cause, FailedThere):
-            cause = FailedThere("".join(traceback.format_exception(cause)))
+            cause = FailedThere.of(cause)
         if own is None:
             said = f"{event or 'this window failed in an earlier call'} ({type(failure).__name__}: {failure})"
             own = GradientError(f"{said}; zero_grad() discards this window, and training can go on")
