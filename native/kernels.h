@@ -13,7 +13,7 @@ namespace longshore {
 
 enum class DType : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 
-// How the states behind the master are kept, as in longshore/kernels/formats.py.
+// How the states behind the master are kept, as in longshore/kernels/buffers.py.
 enum class StateFormat : int32_t { fp32 = 0, bf16 = 1, eight_bit = 2 };
 
 // Elements that share a scale among states of 8 bits: a block of the kernels.

@@ -1,5 +1,5 @@
 // States that are not float32: decoded before a block's step, and encoded behind it, as
-// longshore/kernels/formats.py says in plain torch. Part of kernels.inl.
+// longshore/kernels/buffers.py says in plain torch. Part of kernels.inl.
 #pragma once
 
 namespace longshore {

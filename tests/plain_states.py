@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.kernels import Rule, Scale
-from longshore.kernels.buffers import EncodedBuffer, new_buffer
-from longshore.kernels.formats import SIGNED, UNSIGNED, decode_bytes, encode_bytes
+from longshore.kernels.buffers import SIGNED, UNSIGNED, EncodedBuffer, decode_bytes, encode_bytes, new_buffer
 from longshore.kernels.reference import encoded_step
 from longshore.layout.formats import NEVER_NEGATIVE, Coding, StateFormat, parse_state_format, stream_of
 from longshore.optim.rules.adagrad import AdagradRule

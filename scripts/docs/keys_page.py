@@ -15,7 +15,7 @@ from longshore.engine.config.base import NamedModel, quoted
 from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS, REFUSED_OPTIMIZERS
 from longshore.engine.config.schedulers import SCHEDULER_CONFIGS
 from longshore.engine.config.values import OneOf
-from longshore.optim.rule_optimizer import OPTIMIZERS
+from longshore.optim.tiled_optimizer import OPTIMIZERS
 from scripts.docs.docstrings import attributes_of
 from scripts.docs.key_tests import TESTS
 

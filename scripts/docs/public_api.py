@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longshore.engine.attributes import Answer
+from longshore.engine.engine import Answer
 from scripts.docs.docstrings import attributes_of
 from scripts.docs.public_changes import changes, sections_of
 

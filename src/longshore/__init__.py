@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from longshore.engine import ConfigError as ConfigError
     from longshore.engine import Init as Init
     from longshore.engine import init_distributed as init_distributed
-    from longshore.engine.client import from_client as from_client
-    from longshore.engine.gathering import gather as gather
-    from longshore.engine.loss_scale import LossScaleError as LossScaleError
+    from longshore.engine.access import gather as gather
+    from longshore.engine.optimizers import from_client as from_client
+    from longshore.engine.precision import LossScaleError as LossScaleError
     from longshore.engine.ranks import RendezvousError as RendezvousError
     from longshore.errors import BrokenStateError as BrokenStateError
     from longshore.errors import CheckpointError as CheckpointError
@@ -47,16 +47,15 @@ if TYPE_CHECKING:
     from longshore.transfer import SimulatedTransfer as SimulatedTransfer
 
 __version__ = "0.1.0"
-
 # Names are imported at their first use: torch takes seconds to import, and the command line, which imports this
 # package first, should show its --help and end on Ctrl-C without waiting for that.
 _HOMES = {
     "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
     "longshore.compat.engine": "Engine add_config_arguments initialize",
     "longshore.engine": "Config ConfigError Init init_distributed",
-    "longshore.engine.client": "from_client",
-    "longshore.engine.gathering": "gather",
-    "longshore.engine.loss_scale": "LossScaleError",
+    "longshore.engine.optimizers": "from_client",
+    "longshore.engine.access": "gather",
+    "longshore.engine.precision": "LossScaleError",
     "longshore.engine.ranks": "RendezvousError",
     "longshore.errors": "BrokenStateError CheckpointError GradientError HostMemoryError LongshoreError "
     "NoCheckpointError ParameterError RankError",
@@ -71,12 +70,9 @@ _INSTEAD = {  # advice for names that a DeepSpeed script uses
     "DeepSpeedEngine": "the engine's class is longshore.Engine",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
-
 _find = lazily(globals(), _HOMES)
-
 if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
 
     def __getattr__(name: str) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 _PACKAGE = __name__.partition(".")[0]
 _warned: set[tuple[str, int, str]] = set()
 """File, line and text of each warning: without it a loop that changes warning filters would show it at every step."""
@@ -27,7 +26,8 @@ def deprecated_argument(
 
     All four are literals: ``tests/test_deprecation.py`` finds them in the source, and fails once longshore has the
     version ``removed_in``. It is the outermost decorator, so that the warning names the line of the caller. Code that
-    looks at the arguments before the function is called (:mod:`longshore.optim.other_words`) has to know the old name.
+    looks at the arguments before the function is called (:mod:`longshore.optim.other_optimizers`) has to know the old
+    name.
 
     Args:
         old: the old name, which may be given by keyword only.

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from longshore.checkpoint.files import replace_file as replace_file
     from longshore.checkpoint.folder import LATEST as LATEST
     from longshore.checkpoint.folder import WholeCheckpoint as WholeCheckpoint
+    from longshore.checkpoint.folder import check_not_deepspeeds as check_not_deepspeeds
     from longshore.checkpoint.folder import check_tag as check_tag
     from longshore.checkpoint.folder import is_checkpoint as is_checkpoint
+    from longshore.checkpoint.folder import is_deepspeed as is_deepspeed
     from longshore.checkpoint.folder import read_latest as read_latest
     from longshore.checkpoint.folder import remove_all as remove_all
     from longshore.checkpoint.inspection import CheckpointSummary as CheckpointSummary
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from longshore.checkpoint.model_state import MODEL as MODEL
     from longshore.checkpoint.optimizer_state import OPTIMIZER as OPTIMIZER
     from longshore.checkpoint.optimizer_state import array_name as array_name
-    from longshore.checkpoint.other_formats import check_not_deepspeeds as check_not_deepspeeds
-    from longshore.checkpoint.other_formats import is_deepspeed as is_deepspeed
     from longshore.checkpoint.rank_group import RankGroup as RankGroup
     from longshore.checkpoint.saving import Content as Content
     from longshore.checkpoint.saving import Target as Target
@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from longshore.checkpoint.values import encode as encode
     from longshore.engine import precision as precision
     from longshore.engine import schedules as schedules
+    from longshore.engine.access import comes_in_shards as comes_in_shards
     from longshore.engine.activation_checkpointing import checkpoint as checkpoint
     from longshore.engine.activation_checkpointing import install as install
     from longshore.engine.activation_checkpointing import is_configured as is_configured
     from longshore.engine.activation_checkpointing import reset as reset
-    from longshore.engine.attributes import Answer as Answer
     from longshore.engine.binding import Binding as Binding
+    from longshore.engine.checkpoints import random_states as random_states
+    from longshore.engine.checkpoints import restore_random_states as restore_random_states
     from longshore.engine.config.base import NOTHING as NOTHING
     from longshore.engine.config.base import FrozenModel as FrozenModel
     from longshore.engine.config.base import NamedModel as NamedModel
@@ -65,17 +67,17 @@ if TYPE_CHECKING:
     from longshore.engine.config.base import json_text as json_text
     from longshore.engine.config.base import quoted as quoted
     from longshore.engine.config.base import suggestion as suggestion
-    from longshore.engine.config.batch import OURS as OURS
-    from longshore.engine.config.batch import BatchNumbers as BatchNumbers
-    from longshore.engine.config.batch import Names as Names
-    from longshore.engine.config.batch import check_world_size as check_world_size
-    from longshore.engine.config.batch import resolve as resolve
-    from longshore.engine.config.decisive import BETWEEN_RANKS as BETWEEN_RANKS
-    from longshore.engine.config.decisive import OF_EACH_RANK as OF_EACH_RANK
-    from longshore.engine.config.decisive import order_of_sums as order_of_sums
+    from longshore.engine.config.model import BETWEEN_RANKS as BETWEEN_RANKS
     from longshore.engine.config.model import MONITORS as MONITORS
     from longshore.engine.config.model import NO_OPTIMIZER as NO_OPTIMIZER
+    from longshore.engine.config.model import OF_EACH_RANK as OF_EACH_RANK
+    from longshore.engine.config.model import OURS as OURS
+    from longshore.engine.config.model import BatchNumbers as BatchNumbers
+    from longshore.engine.config.model import Names as Names
+    from longshore.engine.config.model import check_world_size as check_world_size
     from longshore.engine.config.model import checked_config as checked_config
+    from longshore.engine.config.model import order_of_sums as order_of_sums
+    from longshore.engine.config.model import resolve as resolve
     from longshore.engine.config.optimizers import ENCODABLE as ENCODABLE
     from longshore.engine.config.optimizers import OPTIMIZER_CONFIGS as OPTIMIZER_CONFIGS
     from longshore.engine.config.optimizers import OPTIMIZER_TYPE as OPTIMIZER_TYPE
@@ -107,20 +109,18 @@ if TYPE_CHECKING:
     from longshore.engine.creation import unplaced as unplaced
     from longshore.engine.data import TrainingLoader as TrainingLoader
     from longshore.engine.data import make_loader as make_loader
+    from longshore.engine.engine import Answer as Answer
     from longshore.engine.engine import Engine as Engine
-    from longshore.engine.gathering import comes_in_shards as comes_in_shards
-    from longshore.engine.launch import detect as detect
     from longshore.engine.model_sharding import is_fully_sharded as is_fully_sharded
     from longshore.engine.model_sharding import named_leaves as named_leaves
     from longshore.engine.model_sharding import rest_device as rest_device
     from longshore.engine.model_sharding import shard_model as shard_model
     from longshore.engine.model_sharding import stream_model as stream_model
-    from longshore.engine.muon import muon_groups_of as muon_groups_of
+    from longshore.engine.optimizers import muon_groups_of as muon_groups_of
     from longshore.engine.precision import DTYPES as DTYPES
-    from longshore.engine.random_states import random_states as random_states
-    from longshore.engine.random_states import restore_random_states as restore_random_states
     from longshore.engine.ranks import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from longshore.engine.ranks import Ranks as Ranks
+    from longshore.engine.ranks import detect as detect
     from longshore.engine.ranks import expected_world_size as expected_world_size
     from longshore.engine.ranks import join as join
     from longshore.engine.ranks import with_port as with_port
@@ -139,11 +139,11 @@ if TYPE_CHECKING:
     from longshore.kernels import element_bytes as element_bytes
     from longshore.kernels import newton_schulz as newton_schulz
     from longshore.layout.boxes import Box as Box
-    from longshore.layout.divisions import Bucket as Bucket
-    from longshore.layout.divisions import division_of as division_of
     from longshore.layout.formats import StateFormat as StateFormat
     from longshore.layout.formats import parse_state_format as parse_state_format
+    from longshore.layout.layout import Bucket as Bucket
     from longshore.layout.layout import Layout as Layout
+    from longshore.layout.layout import division_of as division_of
     from longshore.layout.memory import PIPELINE_DEPTH as PIPELINE_DEPTH
     from longshore.layout.memory import HomeLayout as HomeLayout
     from longshore.layout.memory import Spares as Spares
@@ -161,19 +161,19 @@ if TYPE_CHECKING:
     from longshore.machine.binding import binding_wanted as binding_wanted
     from longshore.machine.binding import plan_ranks as plan_ranks
     from longshore.machine.binding import unbound as unbound
-    from longshore.optim.other_words import is_accelerates_mapping as is_accelerates_mapping
+    from longshore.optim.other_optimizers import IN_PLACE_OF as IN_PLACE_OF
+    from longshore.optim.other_optimizers import check_no_own_step as check_no_own_step
+    from longshore.optim.other_optimizers import is_accelerates_mapping as is_accelerates_mapping
+    from longshore.optim.other_optimizers import stands_for as stands_for
+    from longshore.optim.other_optimizers import steps_as as steps_as
     from longshore.optim.parameters import is_lazy as is_lazy
-    from longshore.optim.rule_optimizer import OPTIMIZERS as OPTIMIZERS
     from longshore.optim.rules.adam import AdamRule as AdamRule
     from longshore.optim.rules.muon import MuonFamily as MuonFamily
     from longshore.optim.rules.muon import MuonRule as MuonRule
     from longshore.optim.shards import held_part as held_part
     from longshore.optim.shards import is_sharded as is_sharded
     from longshore.optim.shards import present as present
-    from longshore.optim.taken_over import IN_PLACE_OF as IN_PLACE_OF
-    from longshore.optim.taken_over import check_no_own_step as check_no_own_step
-    from longshore.optim.taken_over import stands_for as stands_for
-    from longshore.optim.taken_over import steps_as as steps_as
+    from longshore.optim.tiled_optimizer import OPTIMIZERS as OPTIMIZERS
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.tiled_optimizer import core_of as core_of
     from longshore.optim.wrapped_names import counterparts as counterparts
@@ -189,17 +189,16 @@ if TYPE_CHECKING:
     from longshore.store.ownership import DEVICE_GATHER_NUMEL as DEVICE_GATHER_NUMEL
     from longshore.store.ownership import GATHER_NUMEL as GATHER_NUMEL
     from longshore.store.ownership import slices as slices
-    from longshore.store.reduction import DEVICE_SLICE_NUMEL as DEVICE_SLICE_NUMEL
-    from longshore.store.reduction import SLICE_NUMEL as SLICE_NUMEL
-    from longshore.store.reduction import ReductionSettings as ReductionSettings
-    from longshore.store.reduction import add_up as add_up
+    from longshore.store.rounds import DEVICE_SLICE_NUMEL as DEVICE_SLICE_NUMEL
+    from longshore.store.rounds import SLICE_NUMEL as SLICE_NUMEL
+    from longshore.store.rounds import ReductionSettings as ReductionSettings
+    from longshore.store.rounds import add_up as add_up
     from longshore.streaming import streams_of as streams_of
     from longshore.streaming.checks import module_that_cannot as module_that_cannot
     from longshore.tiles import MASTER as MASTER
     from longshore.tiles import Ranges as Ranges
     from longshore.tiles import Recorder as Recorder
     from longshore.tiles import events as events
-    from longshore.tiles.bets import speculation_budget as speculation_budget
     from longshore.tiles.events import ADD as ADD
     from longshore.tiles.events import ARRIVE as ARRIVE
     from longshore.tiles.events import COPY_TO_HOST as COPY_TO_HOST
@@ -225,6 +224,7 @@ if TYPE_CHECKING:
     from longshore.tiles.matrix_exchange import Matrix as Matrix
     from longshore.tiles.matrix_exchange import reserved_bytes as reserved_bytes
     from longshore.tiles.memory import allocate_zeros as allocate_zeros
+    from longshore.tiles.speculation import speculation_budget as speculation_budget
     from longshore.torch_versions import require as require
     from longshore.transfer import Copy as Copy
     from longshore.transfer import FinishedCopy as FinishedCopy
@@ -239,24 +239,24 @@ HOMES = {
     "longshore.checkpoint.boxes": "SavedBoxes",
     "longshore.checkpoint.export": "export whole_state_dict",
     "longshore.checkpoint.files": "SAVED_DTYPES checked checked_entry replace_file",
-    "longshore.checkpoint.folder": "LATEST WholeCheckpoint check_tag is_checkpoint read_latest remove_all",
+    "longshore.checkpoint.folder": "LATEST WholeCheckpoint check_not_deepspeeds check_tag is_checkpoint is_deepspeed "
+    "read_latest remove_all",
     "longshore.checkpoint.inspection": "CheckpointSummary Inspection inspect",
     "longshore.checkpoint.model_state": "MODEL",
     "longshore.checkpoint.optimizer_state": "OPTIMIZER array_name",
-    "longshore.checkpoint.other_formats": "check_not_deepspeeds is_deepspeed",
     "longshore.checkpoint.rank_group": "RankGroup",
     "longshore.checkpoint.saving": "Content Target write",
     "longshore.checkpoint.training_state": "CLIENT_STATE",
     "longshore.checkpoint.values": "Values encode",
     "longshore.engine": "precision schedules",
+    "longshore.engine.access": "comes_in_shards",
     "longshore.engine.activation_checkpointing": "checkpoint install is_configured reset",
-    "longshore.engine.attributes": "Answer",
     "longshore.engine.binding": "Binding",
+    "longshore.engine.checkpoints": "random_states restore_random_states",
     "longshore.engine.config.base": "FrozenModel NOTHING NamedModel alias_of candidates edits json_text quoted "
     "suggestion",
-    "longshore.engine.config.batch": "BatchNumbers Names OURS check_world_size resolve",
-    "longshore.engine.config.decisive": "BETWEEN_RANKS OF_EACH_RANK order_of_sums",
-    "longshore.engine.config.model": "MONITORS NO_OPTIMIZER checked_config",
+    "longshore.engine.config.model": "BETWEEN_RANKS BatchNumbers MONITORS NO_OPTIMIZER Names OF_EACH_RANK OURS "
+    "check_world_size checked_config order_of_sums resolve",
     "longshore.engine.config.optimizers": "ENCODABLE MuonConfig OPTIMIZER_CONFIGS OPTIMIZER_TYPE check_encodable "
     "check_states_seed optimizers_with",
     "longshore.engine.config.schedulers": "SCHEDULER_CONFIGS SCHEDULER_TYPE",
@@ -264,51 +264,45 @@ HOMES = {
     "Kind LARGEST_SCALE LOW_DTYPE NOT_NEGATIVE Number OneOf TEXT WrongValueError kind_in",
     "longshore.engine.creation": "Unplaced unplaced",
     "longshore.engine.data": "TrainingLoader make_loader",
-    "longshore.engine.engine": "Engine",
-    "longshore.engine.gathering": "comes_in_shards",
-    "longshore.engine.launch": "detect",
+    "longshore.engine.engine": "Answer Engine",
     "longshore.engine.model_sharding": "is_fully_sharded named_leaves rest_device shard_model stream_model",
-    "longshore.engine.muon": "muon_groups_of",
+    "longshore.engine.optimizers": "muon_groups_of",
     "longshore.engine.precision": "DTYPES",
-    "longshore.engine.random_states": "random_states restore_random_states",
-    "longshore.engine.ranks": "DEFAULT_TIMEOUT Ranks expected_world_size join with_port",
+    "longshore.engine.ranks": "DEFAULT_TIMEOUT Ranks detect expected_world_size join with_port",
     "longshore.engine.schedules": "change_over make_schedule",
     "longshore.engine.setup": "check_model data_ranks make",
     "longshore.engine.weights": "first_weights",
     "longshore.engine.wording": "did_you_mean shown",
     "longshore.kernels": "Buffer HostKernels SUPPORTED_DTYPES TileSegment element_bytes newton_schulz",
     "longshore.layout.boxes": "Box",
-    "longshore.layout.divisions": "Bucket division_of",
     "longshore.layout.formats": "StateFormat parse_state_format",
-    "longshore.layout.layout": "Layout",
+    "longshore.layout.layout": "Bucket Layout division_of",
     "longshore.layout.memory": "HomeLayout PIPELINE_DEPTH Spares",
     "longshore.layout.tiles": "MatrixLayout Spec TileRun default_tile_numel runs_by_home",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
-    "longshore.optim.taken_over": "IN_PLACE_OF check_no_own_step stands_for steps_as",
-    "longshore.optim.other_words": "is_accelerates_mapping",
+    "longshore.optim.other_optimizers": "IN_PLACE_OF check_no_own_step is_accelerates_mapping stands_for steps_as",
     "longshore.optim.parameters": "is_lazy",
-    "longshore.optim.rule_optimizer": "OPTIMIZERS",
     "longshore.optim.rules.adam": "AdamRule",
     "longshore.optim.rules.muon": "MuonFamily MuonRule",
     "longshore.optim.shards": "held_part is_sharded present",
-    "longshore.optim.tiled_optimizer": "TiledOptimizer core_of",
+    "longshore.optim.tiled_optimizer": "OPTIMIZERS TiledOptimizer core_of",
     "longshore.optim.wrapped_names": "counterparts",
+    "longshore.ranks.presence": "presence words",
+    "longshore.ranks.twin_groups": "twin_of",
+    "longshore.ranks.waiting": "finish gather_objects",
     "longshore.stage3.fsdp": "FullyShardedModel sharded_of",
     "longshore.store.exchange": "batched owners_of",
     "longshore.store.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
-    "longshore.ranks.presence": "presence words",
-    "longshore.store.reduction": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
-    "longshore.ranks.twin_groups": "twin_of",
-    "longshore.ranks.waiting": "finish gather_objects",
+    "longshore.store.rounds": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
     "longshore.streaming": "streams_of",
     "longshore.streaming.checks": "module_that_cannot",
     "longshore.tiles": "MASTER Ranges Recorder events",
-    "longshore.tiles.bets": "speculation_budget",
     "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PUBLISH REDONE "
     "Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
     "longshore.tiles.matrix_exchange": "MATRICES_UNDER_WAY Matrix reserved_bytes",
     "longshore.tiles.memory": "allocate_zeros",
+    "longshore.tiles.speculation": "speculation_budget",
     "longshore.torch_versions": "require",
     "longshore.transfer": "Copy FinishedCopy",
     "longshore.units": "WrapPolicy units_of units_with_leaves",

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint import folder as folder_module
-from longshore.checkpoint import replacing
 from longshore.checkpoint.boxes import BoxReader, SavedBoxes, WantedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
 from longshore.checkpoint.rank_group import RankGroup
@@ -591,14 +590,14 @@ def test_a_name_that_another_process_takes_again_and_again(tmp_path: Path, monke
     save(tmp_path, "a", 1)
     other = save(tmp_path / "elsewhere", "a", 5)
     times: list[Path] = []
-    synced = replacing.sync_folder
+    synced = folder_module.sync_folder
 
     def sync(path: Path) -> None:
         if not (tmp_path / "a").exists() and len(times) < 5:
             times.append(shutil.copytree(other, tmp_path / "a"))
         synced(path)
 
-    monkeypatch.setattr(replacing, "sync_folder", sync)
+    monkeypatch.setattr(folder_module, "sync_folder", sync)
     save(tmp_path, "a", 2)
     assert len(times) == 5 and load(tmp_path, "a") == 2 and hidden(tmp_path) == []
 
@@ -608,7 +607,7 @@ def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at(
 ) -> None:
     save(tmp_path, "a", 1)
     other = save(tmp_path / "elsewhere", "a", 5)
-    read, calls = replacing.read_json, list[Path]()
+    read, calls = folder_module.read_json, list[Path]()
 
     def replaced(path: Path) -> Any:
         calls.append(path)
@@ -618,7 +617,7 @@ def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at(
             raise CheckpointError("gone")
         return read(path)
 
-    monkeypatch.setattr(replacing, "read_json", replaced)
+    monkeypatch.setattr(folder_module, "read_json", replaced)
     save(tmp_path, "a", 2)
     assert len(calls) > 1 and load(tmp_path, "a") == 2
 

@@ -20,7 +20,7 @@ from longshore.cli.options import option_fields
 from longshore.cli.resuming import _ENGINE, _decisive
 from longshore.cli.settings import TrainSettings
 from longshore.engine.config import Config
-from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK
+from longshore.engine.config.model import BETWEEN_RANKS, OF_EACH_RANK
 
 ENGINE = [["--stage", "2"], ["--stage", "0", "--dtype", "bf16", "--no-offload"]]
 ALONE = [["--no-offload"], ["--release-gradients", "--dtype", "bf16"]]

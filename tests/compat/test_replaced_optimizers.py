@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import longshore.compat.deepspeed as deepspeed
 from compat.test_routes import SCRIPTS, run_deepspeed
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 
 CONFIG = {"train_batch_size": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
 

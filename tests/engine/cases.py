@@ -17,7 +17,7 @@ from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
 from longshore.optim.shards import held_part
 from longshore.tiles import Forecast
-from longshore.tiles.bets import Predictor
+from longshore.tiles.speculation import Predictor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}

@@ -9,7 +9,7 @@ from support import PlainLoop
 
 from engine.files import OPTIONS, assert_same, file, started
 from engine.scenarios import HEADS, MultiTask, inputs, make_model
-from longshore.engine.loss_scale import LossScaleError
+from longshore.engine.precision import LossScaleError
 
 TOO_LARGE = 1e9
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.engine.launch import ALONE, Launch, detect, first_host
+from longshore.engine.ranks import ALONE, Launch, detect, first_host
 
 
 def torchrun(rank: int = 3, world_size: int = 8, local_rank: int = 1) -> dict[str, str]:

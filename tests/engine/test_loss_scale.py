@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.engine.config import ConfigError, LossScaling
-from longshore.engine.loss_scale import DynamicLossScale, LossScaleError, make_loss_scale
+from longshore.engine.precision import DynamicLossScale, LossScaleError, make_loss_scale
 
 
 def dynamic(**settings: Any) -> DynamicLossScale:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from longshore.engine.ranks import Ranks, RendezvousError, join
-from longshore.engine.rendezvous import Start
+from longshore.engine.ranks import Ranks, RendezvousError, Start, join
 
 CHILD = Path(__file__).with_name("ranks_child.py")
 

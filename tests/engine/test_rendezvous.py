@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from longshore.engine.rendezvous import Start
+from longshore.engine.ranks import Start
 
 
 def start_of(store: Store, rank: int, world_size: int = 3, timeout_s: float = 20.0) -> Start:

@@ -14,7 +14,7 @@ import longshore
 from fuzz.encoded import encoded_twin
 from fuzz.plain import twin
 from longshore.engine.config.model import LossScaling
-from longshore.engine.loss_scale import LossScaleError
+from longshore.engine.precision import LossScaleError
 
 
 @functools.cache

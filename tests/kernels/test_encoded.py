@@ -24,8 +24,7 @@ from longshore.kernels import (
     supported_instruction_sets,
 )
 from longshore.kernels.base import DTYPE_CODES
-from longshore.kernels.buffers import EncodedBuffer
-from longshore.kernels.formats import SIGNED, UNSIGNED, random_bits, rounding_key
+from longshore.kernels.buffers import SIGNED, UNSIGNED, EncodedBuffer, random_bits, rounding_key
 from longshore.layout.formats import BLOCK_NUMEL, NEVER_NEGATIVE, Coding, StateFormat, stream_of
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.sgd import SGDRule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.kernels.formats import (
+from longshore.kernels.buffers import (
     LEAST_EXPONENT,
     SIGNED,
     UNSIGNED,

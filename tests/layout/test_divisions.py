@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout.divisions import Division, Grid, ParameterLayout, RankGrid, Shards, division_of
 from longshore.layout.formats import Coding, StateFormat
-from longshore.layout.layout import Layout
+from longshore.layout.layout import Division, Grid, Layout, ParameterLayout, RankGrid, Shards, division_of
 from longshore.layout.tiles import SEGMENT_ALIGNMENT, DimRange, MatrixLayout, Range, Spec
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import FSDP, FULLY_SHARDED, GATHER, GATHERING, KEPT, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
-    # -- shared_memory.py -----------------------------------------------------
+    # -- SharedMemory ---------------------------------------------------------
     Mutant(
         "memory is lent again while it is read",
         "SharedBlock.done_with",
@@ -246,7 +246,7 @@ MUTANTS = [
         "pass",
         (FULLY_SHARDED,),
     ),
-    # -- whole.py, gathering.py, and DTensors in optim/ -----------------------
+    # -- gathered.py, gather(), and DTensors in optim/ ------------------------
     Mutant(
         "parameters from before stay empty",
         "Whole.__init__",

@@ -523,7 +523,7 @@ MUTANTS = [
         "pass",
         (STORE,),
     ),
-    # -- repeated.py ----------------------------------------------------------
+    # -- repeated steps -------------------------------------------------------
     Mutant(
         "a repeated step does not see what was written",
         "RepeatedStep._read",

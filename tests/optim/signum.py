@@ -18,7 +18,7 @@ from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, beta, flag, not_negative
 from longshore.optim.offload import Offload
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def signum(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:

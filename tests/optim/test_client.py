@@ -26,7 +26,7 @@ from support import (
 from torch import Tensor, nn
 
 import longshore
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 
 TORCHS: list[tuple[str, dict[str, Any]]] = [
     ("ASGD", {"lr": 1e-2, "t0": 2, "weight_decay": 0.1}),

@@ -14,10 +14,10 @@ from support import KIND_NAMES, KINDS, Kind, loss_of, same_weights, simulated, s
 from torch import nn
 
 import longshore
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 from longshore.engine.sharded_offload import ShardedOffload
 from longshore.errors import LongshoreError
-from longshore.store.reduction import ReductionSettings
+from longshore.store.rounds import ReductionSettings
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:

@@ -579,7 +579,7 @@ def test_counted_bytes_of_spares() -> None:
 
 def test_auto_is_at_most_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(memory="auto")
-    monkeypatch.setattr("longshore.tiles.bets.available_bytes", lambda: 4 * 12000)
+    monkeypatch.setattr("longshore.tiles.speculation.available_bytes", lambda: 4 * 12000)
     record = pair.train(2)
     assert 0 < pair.ahead.host_bytes()["spares"] <= 12000 and record.waited > 0
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import longshore
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 from longshore.errors import BrokenStateError
 from longshore.optim.state import write_state
 

@@ -16,7 +16,7 @@ from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, s
 from torch import Tensor, nn
 
 import longshore
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 
 
 def through_numpy(values: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import longshore
-from longshore.engine.client import from_client
+from longshore.engine.optimizers import from_client
 
 
 def _database() -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from longshore.layout.divisions import ParameterLayout, Shards
+from longshore.layout.layout import ParameterLayout, Shards
 from longshore.plan.job import Job, PlanChoice, Use
 from longshore.plan.layout import lay_out
 from longshore.plan.reading import plan_of_module

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import RankError
-from longshore.layout.divisions import division_of
-from longshore.layout.layout import Layout
+from longshore.layout.layout import Layout, division_of
 from longshore.layout.tiles import Spec
 from longshore.ranks import waiting as module_of_waits
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.meeting import Action
 from longshore.ranks.twin_groups import Twins, timeout_of, twin_of, twins_of
-from longshore.store import reduction as module
+from longshore.store import rounds as module
 from longshore.store.agreement import Agreement, Statement, agreement_of
 from longshore.store.ownership import Ownership, ReplicatedOwnership
-from longshore.store.reduction import reduce_shard
+from longshore.store.rounds import reduce_shard
 from sharding.gathering_cases import sharing
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import GradientError
-from longshore.ranks import shared_memory as module
+from longshore.ranks import data_plane as module
 from longshore.ranks import waiting as module_of_waits
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.meeting import Epoch

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout.divisions import Bucket, Shards
+from longshore.layout.layout import Bucket, Shards
 from longshore.layout.tiles import Spec
 from longshore.store.rounds import PendingGradients, Round
 

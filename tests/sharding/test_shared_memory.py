@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.ranks import shared_memory as module
-from longshore.ranks.shared_memory import SharedMemory
+from longshore.ranks import data_plane as module
+from longshore.ranks.data_plane import SharedMemory
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written(blocks: SharedMemory, monkeypatch: pyte
 
 _ENDS = """
 import os, torch
-from longshore.ranks.shared_memory import SharedMemory
+from longshore.ranks.data_plane import SharedMemory
 made = SharedMemory(0, lambda row: torch.stack([row, row]))
 made.works = True
 path = made.lend(100, held=False)[0].path

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.ranks.unfinished import wait_for
+from longshore.ranks.waiting import wait_for
 from longshore.transfer.runner import Worker
 
 _BEGIN = """
@@ -160,7 +160,7 @@ class Slow(Endless):
 def test_a_thread_goes_on_at_the_end_of_a_process_only_if_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coming back from native code while Python shuts down, it would end the process with SIGABRT."""
     ending = threading.Event()
-    monkeypatch.setattr("longshore.ranks.unfinished.exiting", ending)
+    monkeypatch.setattr("longshore.ranks.waiting.exiting", ending)
     work, runner = Slow(), Worker(1 << 20, lambda: None, "longshore-test", patience_s=1.0)
     runner.submit(lambda: wait_for(work), 0)
     ending.set()

@@ -12,7 +12,7 @@ from longshore.engine.sharded_offload import ShardedOffload
 from longshore.kernels import HostKernels
 from longshore.layout.tiles import Spec
 from longshore.store import Store
-from longshore.store.reduction import ReductionSettings
+from longshore.store.rounds import ReductionSettings
 from longshore.tiles import MASTER, TierSettings, Tiles, Window
 from longshore.transfer import CopyStreams
 

@@ -16,7 +16,7 @@ from longshore.kernels import HostKernels
 from longshore.layout import tiles as layout
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import Spec
-from longshore.tiles import TierSettings, Tiles, parcels
+from longshore.tiles import TierSettings, Tiles, tile
 from longshore.transfer import Bundle, Copy, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
@@ -26,7 +26,7 @@ SMALL = 20
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (layout, parcels):
+    for module in (layout, tile):
         monkeypatch.setattr(module, "SMALL_NUMEL", SMALL)
 
 

@@ -7,7 +7,7 @@ from support import plan_tiles
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout.tiles import Spec
 from longshore.tiles import TierSettings, Tiles
-from longshore.tiles.bets import Due, EarlyNorms
+from longshore.tiles.speculation import Due, EarlyNorms
 from longshore.tiles.tile import ArrayNames, Tile, TileEvent
 from longshore.transfer import Copy, CopyStreams
 

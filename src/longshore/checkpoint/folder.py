@@ -1,19 +1,24 @@
 """A folder of checkpoints, each of which has a tag and is written atomically.
 
 A checkpoint is written and synced under another name, and then renamed. Its manifest, the list of its files with their
-sizes and checksums, is written last. ``latest`` names the newest tag.
+sizes and checksums, is written last. ``latest`` names the newest tag. Files of longshore are replaced and removed, and
+never those of others beside them; a folder of another library's checkpoints is told from one without any, so that no
+run begins afresh beside them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import secrets
+import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +36,147 @@ from longshore.checkpoint.files import (
     sync_folder,
     write_json,
 )
-from longshore.checkpoint.replacing import (
-    DRAFT,
-    FORMAT,
-    MANIFEST,
-    REPLACED,
-    link_tree,
-    listed_in,
-    others_in,
-    remove,
-    remove_own,
-    remove_replaced,
-    tag_of,
-    take_name,
-)
 from longshore.errors import CheckpointError
 
+FORMAT = "longshore checkpoint"
+MANIFEST = "manifest.json"
+DRAFT, REPLACED = ".writing-", ".replaced-"
+"""First letters of the names of folders that are being written, and of former checkpoints of a tag."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""Errors of renaming a folder to a name that exists."""
+_MOST_ATTEMPTS = 100
 VERSION = 1
 LATEST = "latest"
 _LOCK = "lock"
 _STALE_S = 7 * 24 * 3600.0
 _LONGEST_TAG = 200
-
 Candidate = tuple[Path, CheckpointError | None]
 """The folder of a checkpoint, and the reason why it cannot be loaded, if there is one."""
+_DEEPSPEEDS = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_LONGEST_LATEST = 4096
+_TORCHS = ".metadata"
+"""File of a checkpoint of ``torch.distributed.checkpoint``, beside which are files ``*.distcp``."""
+
+
+def tag_of(path: Path) -> str:
+    """Return the tag of a checkpoint's folder, also of one that was being replaced."""
+    name = path.name
+    return name[len(REPLACED) :].rpartition("-")[0] if name.startswith(REPLACED) else name
+
+
+def listed_in(path: Path) -> set[str]:
+    """Return the names of a checkpoint's own files, which may be missing or damaged. Raises CheckpointError if the
+    folder has no manifest that names them."""
+    where = str(path / MANIFEST)
+    manifest = checked(read_json(path / MANIFEST), dict, where)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
+    return {MANIFEST, *filter(is_file_name, checked_entry(manifest, "files", dict, where))}
+
+
+def others_in(path: Path) -> list[str]:
+    """Return the names of the files of others in a checkpoint's folder; ``path`` may also be free, or an empty folder.
+
+    Raises:
+        CheckpointError: ``path`` is anything else, which a checkpoint of that name would delete.
+    """
+    reason = "it is a file or a link"
+    before = None
+    while (now := _inode_of(path)) != before:  # again, where another process replaced it in between
+        before = now
+        if path.is_dir() and not path.is_symlink():
+            try:
+                names = set(os.listdir(path))
+                return sorted(names - listed_in(path)) if names else []
+            except (CheckpointError, OSError) as error:
+                reason = str(error)
+    if before is None:
+        return []
+    raise CheckpointError(
+        f"{path} is not a checkpoint of longshore ({reason}), and saving under this name would delete it: choose "
+        "another tag, or move it away"
+    )
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None  # there is nothing
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make ``target`` the same as ``source``, by links if the file system has them."""
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for entry in source.iterdir():
+            link_tree(entry, target / entry.name)
+        shutil.copystat(source, target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
+    """Rename a folder to ``target``, even if another folder or a file has that name.
+
+    Returns:
+        The folders or files that had that name, which now have names that begin with ``prefix``.
+
+    Raises:
+        OSError: renaming failed; the former folder has its name again.
+    """
+    asides: list[Path] = []
+    try:
+        while True:
+            try:
+                os.rename(folder, target)
+                return asides
+            except OSError as error:
+                # Another process may save under the same name in between, and so it may take several attempts.
+                if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
+                    raise
+            aside = target.with_name(f"{prefix}-{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, aside)
+                asides.append(aside)
+                sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if asides and not os.path.lexists(target):
+                os.rename(asides[-1], target)
+        raise
+
+
+def remove_own(path: Path, own: Set[str]) -> None:
+    """Remove a checkpoint, whose files are ``own``; files of others in its folder stay there."""
+    # A partly removed folder must not look like a checkpoint, so it is renamed, or loses its manifest, first.
+    if own >= set(os.listdir(path)):
+        aside = path.with_name(f"{DRAFT}{tag_of(path)}-{secrets.token_hex(4)}")
+        os.rename(path, aside)
+        remove(aside)
+    else:
+        for name in sorted(own, key=lambda name: name != MANIFEST):
+            remove(path / name)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_replaced(path: Path, new: Path) -> None:
+    """Remove a checkpoint that ``new`` has replaced: its files, and those that ``new`` has, too."""
+    with contextlib.suppress(CheckpointError, OSError):  # what longshore did not write stays
+        own = listed_in(path)
+        for name in sorted(os.listdir(path), key=lambda name: name == MANIFEST):  # last: it says what the rest is
+            if name in own or os.path.lexists(new / name):
+                remove(path / name)
+        path.rmdir()
 
 
 def check_tag(tag: object) -> str:
@@ -399,3 +521,68 @@ def _abandoned(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > _STALE_S
     return False
+
+
+def check_not_others(root: Path, tag: str | None) -> None:
+    """Raise CheckpointError, with the way to load it, for a checkpoint of another library.
+
+    Args:
+        root: the folder of checkpoints, or of one checkpoint.
+        tag: the checkpoint's tag; None: whichever is there.
+    """
+    check_not_deepspeeds(root, tag)
+    for path in [root, *_others_folders(root)] if tag is None else [root / tag]:
+        if _is_torchs(path):
+            raise CheckpointError(
+                f"{path} was written by torch.distributed.checkpoint: load it with its own load(), into "
+                "get_state_dict() of the model and of an optimizer of longshore without an engine, having left out the "
+                "masters that no checkpoint of torch.optim has; longshore.save() then writes what engines load, too "
+                '(docs/from_fsdp2.md, "Checkpoints of torch.distributed.checkpoint", has the lines)'
+            )
+
+
+def is_deepspeed(source: Path, tag: str | None) -> bool:
+    """Return whether DeepSpeed wrote the checkpoint with that tag (None: the one that ``latest`` names)."""
+    try:
+        folder = source / check_tag(_latest_in(source) if tag is None else tag)
+        names = [path.name for path in folder.iterdir()]
+    except (CheckpointError, ValueError, OSError):
+        return False
+    return any(map(_DEEPSPEEDS.fullmatch, names)) and not is_checkpoint(folder)
+
+
+def _latest_in(source: Path) -> str:
+    """Return the tag in ``latest``, around which there may be blanks."""
+    with open_regular(source / LATEST) as file:
+        return file.read(_LONGEST_LATEST).decode().strip()
+
+
+def check_not_deepspeeds(root: Path, tag: str | None) -> None:
+    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh.
+
+    Args:
+        root: the folder of checkpoints, or of one checkpoint.
+        tag: the checkpoint's tag; None: the one that ``latest`` names.
+    """
+    if tag is None and is_deepspeed(root.parent, root.name):
+        root, tag = root.parent, root.name
+    if is_deepspeed(root, tag):
+        tagged = "" if tag is None else f" --tag {tag}"
+        raise CheckpointError(
+            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
+            f"FOLDER{tagged}`, copy to FOLDER what transformers or Accelerate saved beside it (not the folder that was "
+            "converted), and load FOLDER"
+        )
+
+
+def _others_folders(root: Path) -> list[Path]:
+    """Return the folders in ``root``; none if one of them is a checkpoint of longshore's."""
+    try:
+        found = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError:
+        return []
+    return [] if any(map(is_checkpoint, found)) else found
+
+
+def _is_torchs(path: Path) -> bool:
+    return (path / _TORCHS).is_file() and next(path.glob("*.distcp"), None) is not None

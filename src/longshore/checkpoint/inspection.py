@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore.checkpoint.arithmetic import ARITHMETIC_ENTRY, PROCESSOR_ENTRY
 from longshore.checkpoint.boxes import BoxReader
 from longshore.checkpoint.files import DTYPE_NAMES
 from longshore.checkpoint.folder import (
@@ -26,8 +25,8 @@ from longshore.checkpoint.folder import (
     tag_of,
 )
 from longshore.checkpoint.model_state import MODEL
-from longshore.checkpoint.optimizer_state import OPTIMIZER
-from longshore.checkpoint.state_formats import FORMAT, STATES_SEED
+from longshore.checkpoint.optimizer_state import FORMAT, OPTIMIZER, STATES_SEED
+from longshore.checkpoint.saving import ARITHMETIC_ENTRY, PROCESSOR_ENTRY
 from longshore.checkpoint.training_state import CLIENT_STATE, read_description
 from longshore.errors import CheckpointError
 from longshore.layout.formats import StateFormat

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.checkpoint.files import checked_entry
-from longshore.checkpoint.folder import check_keep_last, check_tag
-from longshore.checkpoint.other_formats import check_not_others
+from longshore.checkpoint.folder import check_keep_last, check_not_others, check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError, NoCheckpointError, RankError
+from longshore.optim.other_optimizers import stands_for
 from longshore.optim.shards import data_parallel_wrappers, is_sharded
-from longshore.optim.taken_over import stands_for
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.ranks.twin_groups import twin_of
 

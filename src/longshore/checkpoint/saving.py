@@ -1,4 +1,6 @@
-"""Write a checkpoint: every rank writes its files into a draft, which the first rank then commits."""
+"""Write a checkpoint: every rank writes its files into a draft, which the first rank then commits. It says which
+arithmetic its run had.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,60 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from longshore.checkpoint.arithmetic import arithmetic_entries
 from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
 from longshore.checkpoint.files import WrittenFile, write_json
-from longshore.checkpoint.folder import LATEST, Draft, WholeCheckpoint, check_latest, prune, read_latest
+from longshore.checkpoint.folder import (
+    LATEST,
+    Draft,
+    WholeCheckpoint,
+    check_latest,
+    prune,
+    read_latest,
+)
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.values import Values
 from longshore.errors import CheckpointError, LongshoreError, RankError
+from longshore.kernels import ARITHMETIC
 from longshore.tiles import StateSnapshot, memory_for_speculation
 
+ARITHMETIC_ENTRY = "arithmetic"
+"""Entry of the manifest: version of the arithmetic of all rules. Checkpoints without it have version 1."""
+PROCESSOR_ENTRY = "processor"
+"""Entry of the manifest: the processor of rank 0, as ``platform.machine()`` names it."""
 T = TypeVar("T")
 _LOGGER = logging.getLogger("longshore")
-
 _COMMIT_S = 6.0
 """How long a rank waits for the first one to commit a checkpoint, after another one was lost."""
 _RENAMING_S = 1.0
 _POLL_S = 0.05
-
 STATE = "state"
 """Stem of the files with values that are the same on all ranks."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+
+
+def arithmetic_entries() -> dict[str, Any]:
+    """Return the entries of the manifest of a new checkpoint."""
+    return {ARITHMETIC_ENTRY: ARITHMETIC, PROCESSOR_ENTRY: platform.machine()}
+
+
+def report_arithmetic(whole: WholeCheckpoint) -> None:
+    """Warn if a run goes on with other bits than where it was saved; for one rank, once its optimizer is loaded."""
+    theirs = whole.entry(ARITHMETIC_ENTRY, int, 1)
+    if theirs != ARITHMETIC:
+        warnings.warn(
+            f"the checkpoint is of a run with version {theirs} of the arithmetic, and this longshore computes version "
+            f"{ARITHMETIC}: the run goes on with other last bits than there (the changelog says which rules changed)",
+            stacklevel=2,
+        )
+    processor = whole.entry(PROCESSOR_ENTRY, str)
+    if processor is not None and processor != (own := platform.machine()):
+        warnings.warn(
+            f"the checkpoint was written on {processor}, and this is {own}: longshore's steps have the same bits on "
+            "both, but what torch computes on the CPU (forward, backward, its own optimizers, Newton-Schulz, random "
+            "numbers) has other last bits",
+            stacklevel=2,
+        )
 
 
 def rank_file(rank: int) -> str:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from longshore.engine.config.model import Config
-from longshore.engine.launch import detect
-from longshore.engine.ranks import Ranks
+from longshore.engine.ranks import Ranks, detect
 from longshore.machine import (
     BoundThreads,
     Topology,

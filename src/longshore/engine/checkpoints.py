@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import nn
 
 from longshore.checkpoint.files import checked
-from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
+from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_not_others, check_tag
 from longshore.checkpoint.one_line import RELEASED, compare_modes
 from longshore.checkpoint.optimizer_state import OPTIMIZER, checked_about
-from longshore.checkpoint.other_formats import check_not_others
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
 from longshore.engine.accumulation import Accumulation
-from longshore.engine.config.decisive import decisive
-from longshore.engine.config.model import Config
-from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
-from longshore.engine.random_states import check_random_states, random_states, restore_random_states
+from longshore.engine.config.model import Config, decisive
+from longshore.engine.precision import DynamicLossScale, FixedLossScale
 from longshore.engine.ranks import Ranks
 from longshore.errors import CheckpointError, LongshoreError, NoCheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
@@ -434,3 +434,50 @@ def _load_state(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> N
             f"{has} has a {name} whose state is saved, and {has_not} has none: {whole.path} is loaded without it",
             stacklevel=7,
         )
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python, NumPy, torch on the CPU, and torch on ``device`` if that is a CUDA device."""
+    version, numbers, gauss = random.getstate()
+    # NumPy's default generator is always MT19937, whose name comes first.
+    _, key, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {
+            "key": torch.from_numpy(np.asarray(key, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restore states that :func:`random_states` returned.
+
+    Raises:
+        CheckpointError: the states are not valid; some generators may be set already.
+    """
+    try:
+        python, numpy = states["python"], states["numpy"]
+        random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        key = numpy["key"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached_gaussian"]))
+        torch.set_rng_state(states["torch"])
+        if device.type != "cpu" and device.type in states:
+            torch.get_device_module(device).set_rng_state(states[device.type], device)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the states of random number generators are damaged: {error}") from error
+
+
+def check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Raise the error that :func:`restore_random_states` would raise, and leave all generators as they are."""
+    present = random_states(device)
+    try:
+        restore_random_states(states, device)
+    finally:
+        restore_random_states(present, device)

@@ -154,7 +154,7 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype:
     """
     if is_fully_sharded(model):
         require("stage 3")
-        from longshore.stage3.fsdp_records import align_trainable, check_not_gathered, members_of
+        from longshore.stage3.fsdp import align_trainable, check_not_gathered, members_of
 
         check_not_gathered(model)
         align_trainable(members_of(model))
@@ -207,7 +207,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
     if not is_fully_sharded(model):
         return 1
     require("stage 3")
-    from longshore.stage3.fsdp_records import tensor_parallel_size
+    from longshore.stage3.fsdp import tensor_parallel_size
 
     return tensor_parallel_size(model)
 

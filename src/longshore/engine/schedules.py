@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.schedulers import SCHEDULER_CONFIGS, OneCycleConfig, ScheduleConfig, WarmupCosineLRConfig
 from longshore.engine.wording import is_integer, shown
-from longshore.optim.taken_over import stands_for
+from longshore.optim.other_optimizers import stands_for
 
 _START = "last_batch_iteration"
 

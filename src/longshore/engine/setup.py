@@ -20,7 +20,6 @@ from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
-from longshore.engine.client import take_over
 from longshore.engine.config.model import Config, checked_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
@@ -33,7 +32,7 @@ from longshore.engine.model_sharding import (
     tensor_parallel_size,
 )
 from longshore.engine.monitoring import check_installed
-from longshore.engine.optimizers import client_optimizer, make_optimizer
+from longshore.engine.optimizers import client_optimizer, make_optimizer, take_over
 from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.schedules import adopt_schedule, make_schedule
@@ -43,7 +42,7 @@ from longshore.errors import RankError
 from longshore.optim import Offload
 from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
-from longshore.store.reduction import ReductionSettings
+from longshore.store.rounds import ReductionSettings
 from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
 from longshore.transfer import DeviceStreams
@@ -51,7 +50,6 @@ from longshore.units import WrapPolicy
 
 if TYPE_CHECKING:
     from longshore.stage3.fsdp import FullyShardedModel
-
 
 E = TypeVar("E", bound=Engine)
 

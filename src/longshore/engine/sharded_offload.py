@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from longshore.layout.divisions import division_of
 from longshore.layout.formats import Coding
-from longshore.layout.layout import Layout
+from longshore.layout.layout import Layout, division_of
 from longshore.optim.offload import Offload
 from longshore.optim.shards import flat, held_part
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.twin_groups import twins_of
 from longshore.store.ownership import Ownership, ReplicatedOwnership, SharedResidence
-from longshore.store.reduction import ReductionSettings
+from longshore.store.rounds import ReductionSettings
 from longshore.store.sharded import ShardedStore
 from longshore.tiles import Window
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels._native import Outputs
 from longshore.kernels.base import UNSCALED, HostRule, Rule, Scale, TileSegment
-from longshore.kernels.buffers import Buffer, block_of, format_of
-from longshore.kernels.formats import rounding_key
+from longshore.kernels.buffers import Buffer, block_of, format_of, rounding_key
 from longshore.kernels.host import HostKernels, NativeTile, checked_pair, dtype_code, native_tile
 from longshore.kernels.reference import checksums, float32_bytes, sums_of_squares
 from longshore.layout.formats import StateFormat
@@ -25,7 +24,6 @@ from longshore.layout.tiles import NORM_BLOCK_NUMEL
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
-
 _TRITON_DEVICES = {"cuda"}
 """Types of devices that Triton compiles these kernels for."""
 

@@ -1,6 +1,6 @@
 """Triton code that reads and writes numbers in memory: parameters, gradients, and states in any format.
 
-The bits of states that are not float32 are stated in :mod:`longshore.kernels.formats`, and their memory in
+The bits of states that are not float32 are stated in :mod:`longshore.kernels.buffers`, and their memory in
 :class:`longshore.kernels.buffers.EncodedBuffer`.
 """
 
@@ -12,23 +12,20 @@ The bits of states that are not float32 are stated in :mod:`longshore.kernels.fo
 import triton
 import triton.language as tl
 
-from longshore.kernels import formats
+from longshore.kernels import buffers
 
 NONE = tl.constexpr(0)
 FLOAT32 = tl.constexpr(1)
 BFLOAT16 = tl.constexpr(2)
 FLOAT16 = tl.constexpr(3)
 """Codes of dtypes, as in the native kernels."""
-
 SIGNED = tl.constexpr(4)
 UNSIGNED = tl.constexpr(5)
-"""Codes of states of 8 bits, each with the :class:`~longshore.kernels.formats.ByteCode` of that name. The code of a
+"""Codes of states of 8 bits, each with the :class:`~longshore.kernels.buffers.ByteCode` of that name. The code of a
 state that is not there is NONE. BFLOAT16 states are rounded stochastically."""
-
 BLOCK = tl.constexpr(1024)
 """Number of elements that one program steps or copies."""
-
-SCALE_NUMEL = tl.constexpr(formats.BLOCK_NUMEL)
+SCALE_NUMEL = tl.constexpr(buffers.BLOCK_NUMEL)
 """Number of elements of a state of 8 bits that share a scale; BLOCK is a multiple of it."""
 INFINITY = tl.constexpr(0x7F800000)
 """Bits of the float32."""
@@ -36,14 +33,14 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 """Bits of the NaN that a rule writes, as in native/nan.inl."""
 LARGEST_SCALE = tl.constexpr(0x7F000000)
 """Bits of 2**127."""
-FIRST_MIX = tl.constexpr(formats.MIX_FACTORS[0])
-SECOND_MIX = tl.constexpr(formats.MIX_FACTORS[1])
-PLACE_FACTOR = tl.constexpr(formats.PLACE_FACTOR)
-LEAST_EXPONENT = tl.constexpr(formats.LEAST_EXPONENT)
-SIGNED_BITS = tl.constexpr(formats.SIGNED.mantissa_bits)
-SIGNED_ONE = tl.constexpr(formats.SIGNED.one)
-UNSIGNED_BITS = tl.constexpr(formats.UNSIGNED.mantissa_bits)
-UNSIGNED_ONE = tl.constexpr(formats.UNSIGNED.one)
+FIRST_MIX = tl.constexpr(buffers.MIX_FACTORS[0])
+SECOND_MIX = tl.constexpr(buffers.MIX_FACTORS[1])
+PLACE_FACTOR = tl.constexpr(buffers.PLACE_FACTOR)
+LEAST_EXPONENT = tl.constexpr(buffers.LEAST_EXPONENT)
+SIGNED_BITS = tl.constexpr(buffers.SIGNED.mantissa_bits)
+SIGNED_ONE = tl.constexpr(buffers.SIGNED.one)
+UNSIGNED_BITS = tl.constexpr(buffers.UNSIGNED.mantissa_bits)
+UNSIGNED_ONE = tl.constexpr(buffers.UNSIGNED.one)
 
 
 # Conversions between float32 and bfloat16 or float16, with the integer arithmetic of native/convert.h: a GPU's own
@@ -128,7 +125,7 @@ def store_rounded(address, at, values, mask, dtype):
         tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_float16(values), mask)
 
 
-# States that are not float32: the arithmetic of longshore.kernels.formats, in uint32 instead of int64.
+# States that are not float32: the arithmetic of longshore.kernels.buffers, in uint32 instead of int64.
 
 
 @triton.jit

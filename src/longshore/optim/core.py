@@ -19,12 +19,11 @@ from longshore.interrupts import deferred_interrupts
 from longshore.kernels import HostRule, MatrixRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.family import History, RuleFamily
-from longshore.optim.gradients import GradientSource, KeptGradients
+from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.handed_out import HandedOut
 from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.released import refuse_capture
-from longshore.optim.released_gradients import ReleasedGradients
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial

@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _CHUNK = 1 << 26
 """Elements that are copied from a device at a time."""
-
 _SHARD_OF = WeakIdKeyDictionary()
 """For each parameter that a shard replaced, a weak reference to the shard."""
 _FORMER_OF = WeakIdKeyDictionary()
@@ -55,7 +54,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def held_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the same memory: its shard of a ``DTensor``, or the tensor."""
-    # A DTensor that is whole for a while (see stage3/whole.py) is of another type, and keeps its shard.
+    # A DTensor that is whole for a while (see stage3/gathered.py) is of another type, and keeps its shard.
     return getattr(tensor, "_local_tensor", tensor)
 
 

@@ -34,14 +34,11 @@ from longshore.ranks.meeting import (
     explain_difference,
 )
 from longshore.ranks.twin_groups import Twins
-from longshore.ranks.unfinished import let_go, wait_for
-from longshore.ranks.waiting import all_gather_single, communicating, missing, notice_s
+from longshore.ranks.waiting import all_gather_single, communicating, let_go, missing, notice_s, wait_for
 from longshore.transfer.runner import Worker
 
 T = TypeVar("T")
-
 _PATIENCE_S = 1.0
-
 _LOGGER = logging.getLogger("longshore")
 
 

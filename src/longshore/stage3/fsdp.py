@@ -1,14 +1,15 @@
-"""A model on torch's FSDP2, which gathers its parameters for each forward and backward.
+"""A model on torch's FSDP2, which gathers its parameters for each forward and backward; and ``gather()``, inside of
+which they are whole.
 
-Only this file, fsdp_records.py, gathered_writes.py, gather_block.py, and ``ModuleGather`` in fully_sharded.py, use
-FSDP2's private interfaces (torch 2.13).
+Only this file, gathered.py, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private interfaces (torch 2.13).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +19,138 @@ from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from longshore.accelerator import Mark, mark_on, wait_for
 from longshore.errors import LongshoreError, ParameterError
-from longshore.layout.divisions import ParameterLayout, RankGrid
+from longshore.layout.layout import ParameterLayout, RankGrid
 from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
-from longshore.stage3.fsdp_records import (
-    align_trainable,
-    check_supported,
-    groups_of,
-    modules_with,
-    parallel_placements,
-)
-from longshore.stage3.gathered_writes import GatheredWrites
-from longshore.stage3.handles import Handles
-from longshore.stage3.same_inputs import keep_same_inputs
-from longshore.stage3.whole import Whole
+from longshore.stage3.gathered import GatheredWrites, Handles, Whole
 
+_TRAINABLE: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Which parameters were trainable when :func:`align_trainable` saw them last, by FSDP2's record. It outlives engines,
+since scripts freeze and thaw between two of them, too."""
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 """The models of all engines."""
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Stands for an input that is the one at ``place`` among all inputs, flat, while FSDP2 sees them."""
+
+    place: int
+
+
+def keep_same_inputs(module: nn.Module) -> list[RemovableHandle]:
+    """Have FSDP2 see each input of a unit once; the hooks that are returned do so."""
+    return [
+        module.register_forward_pre_hook(_leave_out, prepend=True, with_kwargs=True),  # before FSDP2's own
+        module.register_forward_pre_hook(_put_back, with_kwargs=True),
+    ]
+
+
+@_disable_dynamo
+def _leave_out(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    inputs, form = tree_flatten((args, kwargs))
+    tensors = [id(each) for each in inputs if isinstance(each, Tensor)]
+    if len(set(tensors)) == len(tensors):
+        return None
+    first: dict[int, int] = {}
+    for place, each in enumerate(inputs):
+        if isinstance(each, Tensor) and first.setdefault(id(each), place) != place:
+            inputs[place] = _Same(first[id(each)])
+    return tree_unflatten(inputs, form)
+
+
+@_disable_dynamo
+def _put_back(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    inputs, form = tree_flatten((args, kwargs))
+    if not any(isinstance(each, _Same) for each in inputs):
+        return None
+    return tree_unflatten([inputs[each.place] if isinstance(each, _Same) else each for each in inputs], form)
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """Return the number of ranks of tensor parallelism in a model that ``fully_shard`` was applied to."""
+    specs = [member._unsharded_dtensor_spec for member in members_of(model)]
+    return max((spec.mesh.size() for spec in specs if spec is not None), default=1)
+
+
+def groups_of(module: FSDPModule) -> Sequence[Any]:
+    """Return FSDP2's records of the groups of parameters that it gathers together for a module."""
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def members_of(model: nn.Module) -> list[Any]:
+    """Return FSDP2's records of all parameters of a model."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [member for module in modules for group in groups_of(module) for member in group.fsdp_params]
+
+
+def check_not_gathered(model: nn.Module) -> None:
+    """Raise ValueError if parameters of a model are gathered now: what trains, and the weights, would be theirs."""
+    gathered = {id(getattr(member, "_unsharded_param", None)) for member in members_of(model)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in gathered:
+            raise ValueError(
+                f"parameter {name} is gathered, as a forward without a backward leaves it, and not a shard: call "
+                "reshard() of the model (and of each module that stays gathered) before initialize()"
+            )
+
+
+def align_trainable(members: Iterable[Any]) -> None:
+    """Freeze or thaw a shard, the tensor into which it is gathered, and the parameter that it replaced as the user did
+    one of them.
+
+    FSDP2 only ever carries this from shards to gathered tensors, when it gathers them. Users may hold any of them.
+    """
+    for member in members:
+        shard = member.sharded_param
+        leaf = getattr(member, "_unsharded_param", shard)
+        former = former_of(shard)
+        handles = (shard, leaf) if former is None else (shard, leaf, former)
+        # Before any engine, the gathered tensor is as the shard was when FSDP2 gathered it last.
+        before = _TRAINABLE.setdefault(member, leaf.requires_grad)
+        if all(each.requires_grad == before for each in handles):
+            continue
+        _TRAINABLE[member] = not before
+        for each in handles:
+            each.requires_grad_(not before)
+
+
+def modules_with(member: Any) -> list[nn.Module]:
+    """Return the modules that have a parameter: several if it is tied."""
+    return [member._module_info.module, *member._module_info.shared_modules]
+
+
+def parallel_placements(member: Any) -> Sequence[Any]:
+    """Return the placements on the dimensions of tensor parallelism; empty for a parameter outside of it."""
+    spec = member._unsharded_dtensor_spec
+    return () if spec is None else spec.placements
+
+
+def check_supported(name: str, member: Any) -> None:
+    """Raise ValueError if longshore does not step a parameter that is placed like this one."""
+    placements, parallel = member.sharded_param.placements, parallel_placements(member)
+    found = f"parameter {name} is placed as {placements} on {member._spmd_mesh}"
+    # Other placements, such as strided shards, are of neither type.
+    taken = all(type(each) in (Shard, Replicate) for each in parallel)
+    if len(parallel) > 1 or not taken or member.mesh_info.is_spmd_mesh:
+        raise ValueError(
+            f"{found}; beside fully_shard longshore takes tensor parallelism over one dimension of a mesh, applied "
+            "before it, that shards or replicates each parameter (parallelize_module, and then fully_shard with the "
+            "mesh of the other dimensions)"
+        )
+    *replicated, sharded = placements[: len(placements) - len(parallel)]
+    # The placement is strided if tensor parallelism divides the first dimension too: FSDP2 then divides each part.
+    by_rows = getattr(sharded, "dim", None) == 0
+    if not by_rows or not all(placement.is_replicate() for placement in replicated):
+        raise ValueError(
+            f"{found}; longshore steps parameters that are sharded along their first dimension over the last dimension "
+            "of a mesh (that of tensor parallelism left aside), and replicated over the others"
+        )
 
 
 class CopiesOfShards:
@@ -368,3 +481,106 @@ def member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
             "was given, or its engine is gone"
         )
     return found
+
+
+class GatherBlock:
+    """Parameters that are whole inside one block of ``gather()``; blocks may be inside one another.
+
+    All ranks have to make it and to :meth:`leave` it.
+
+    Args:
+        parameters: sharded parameters, given as shards, as the tensors into which they are gathered, or as the
+            parameters that the shards replaced.
+        writes: whether they are to be written.
+
+    Raises:
+        ValueError: a parameter belongs to no known model, or is one of tensor parallelism and is to be written.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], writes: bool) -> None:
+        found: dict[int, tuple[FullyShardedModel, Any]] = {}
+        self.handles: list[Tensor] = []
+        """Tensors that are whole inside, in the order of ``parameters``: the shards, and those that they replaced."""
+        for given in parameters:
+            model, member = member_of(given)
+            found[id(member)] = model, member
+            self.handles.append(given if is_former(given) else member.sharded_param)
+            if writes and parallel_placements(member):
+                # The module keeps its part, and a write to the copy would be lost silently.
+                raise ValueError(
+                    f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which "
+                    "gather() gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
+                )
+        self._writes = writes
+        self._members = list(found.values())
+        self._models = list(dict.fromkeys(model for model, _ in self._members))
+        self._modules = [
+            module
+            for model in self._models
+            for module in model.modules
+            if any(id(member) in found for group in groups_of(module) for member in group.fsdp_params)
+        ]
+        for model in self._models:
+            model.align()
+        try:
+            for module in self._modules:
+                self._gather(module)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _gather(self, module: FSDPModule) -> None:
+        """Make those of the parameters whole that a module gathers, one module after the other: memory for one more is
+        enough."""
+        here = {id(member) for group in groups_of(module) for member in group.fsdp_params}
+        wanted = [(model, member) for model, member in self._members if id(member) in here]
+        if any(id(member.sharded_param) not in model.whole for model, member in wanted):
+            module.unshard()
+        for model, member in wanted:
+            shard = member.sharded_param
+            if id(shard) not in model.whole:
+                former = [] if (one := former_of(shard)) is None else [one]
+                model.whole[id(shard)] = Whole(model.names[id(shard)], shard, member._unsharded_param, former)
+            model.whole[id(shard)].begin(self, self._writes)
+        if all(model.grid.tp_size == 1 for model, _ in wanted):
+            FSDPModule.reshard(module)  # the module has the shards now, which are whole
+
+    def whole(self) -> list[Whole]:
+        return [model.whole[id(member.sharded_param)] for model, member in self._members]
+
+    def problems(self) -> list[str]:
+        """Return the changes of the block that cannot stay, by parameter."""
+        found = []
+        for each in self.whole():
+            if (problem := each.take()) is not None:
+                found.append(problem)
+            elif each.written_in(self):
+                found.append(f"parameter {each.name} was written without modifier_rank")
+        return found
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give the shards the whole values, which are those of all ranks now."""
+        for model, member in self._members:
+            whole, shard = model.whole[id(member.sharded_param)], held_part(member.sharded_param)
+            offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
+            shard.copy_(flat(whole.tensor)[offset : offset + numel].view(shard.shape))
+            # These are the versions of the shard itself, which tells the optimizer that somebody wrote.
+            torch.autograd.graph.increment_version(member.sharded_param)
+            for block, digest in whole.digests.items():
+                if digest is not None:
+                    whole.digests[block] = whole.digest()  # another block around this one
+
+    def leave(self) -> None:
+        for model, member in self._members:
+            key = id(member.sharded_param)
+            if (whole := model.whole.get(key)) is not None:
+                whole.digests.pop(self, None)
+                if not whole.digests:
+                    model.whole.pop(key).end()
+                    model.handles.note([whole.name])
+        for model in self._models:
+            model.align_trainable()
+            model.copies.wait()
+        for module in self._modules:
+            FSDPModule.reshard(module)

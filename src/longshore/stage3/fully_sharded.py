@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.layout.divisions import Bucket, Grid
-from longshore.layout.layout import Layout
+from longshore.layout.layout import Bucket, Grid, Layout
 from longshore.ranks.collective_thread import CollectiveThread
+from longshore.ranks.data_plane import SharedBlock, SharedMemory
 from longshore.ranks.meeting import Action, Epoch
-from longshore.ranks.shared_memory import SharedBlock, SharedMemory
 from longshore.ranks.twin_groups import Twins, twin_of, twins_of
 from longshore.stage3.fsdp import CopiesOfShards, FullyShardedModel
 from longshore.store.ownership import Ownership, SharedResidence

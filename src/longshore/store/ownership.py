@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import HostRule, Scale
-from longshore.layout.divisions import Bucket
-from longshore.layout.layout import Layout
+from longshore.layout.layout import Bucket, Layout
 from longshore.layout.tiles import Range
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.meeting import Action

@@ -21,8 +21,7 @@ from longshore.ranks.meeting import REFUSED, Action
 from longshore.store.agreement import Statement, agreement_of, check_same, verdict_number
 from longshore.store.exchange import RankExchange
 from longshore.store.ownership import OwnedForecast, Ownership, SharedResidence
-from longshore.store.reduction import ReductionSettings
-from longshore.store.rounds import LocalGradients
+from longshore.store.rounds import LocalGradients, ReductionSettings
 from longshore.store.store import Store
 from longshore.tiles import Breakage, Ended, Forecast, Matrix, ParameterStep, Recorder, Tiles, broken_state_error
 from longshore.tiles.matrix_exchange import reserve

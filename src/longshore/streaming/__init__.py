@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore.streaming.forked import leave_behind_on_fork
+from longshore.streaming.parameters import leave_behind_on_fork
 from longshore.streaming.stream import Stream, StreamCounts, stream, streams_of
 
 __all__ = ["Stream", "StreamCounts", "leave_behind_on_fork", "stream", "streams_of"]

@@ -11,10 +11,9 @@ from torch import nn
 
 from longshore.activations import compute_again
 from longshore.errors import LongshoreError
-from longshore.streaming.blocks import Block, not_compiled
+from longshore.streaming.blocks import Block, Unwritten, not_compiled
 from longshore.streaming.checks import Checkpoint, cache_among
 from longshore.streaming.parameters import StreamedParameter
-from longshore.streaming.recomputed import Unwritten
 
 NOT_ONE_GRAPH = (
     "parameters of a streamed model are fetched between its blocks, outside of what is compiled: leave out "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import grad_scaler
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from longshore.accelerator import is_accelerator
+from longshore.accelerator import is_accelerator, mark_on, wait_for
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.streaming.blocks import Block, Place, Resident, in_backward, not_compiled
@@ -26,18 +28,16 @@ from longshore.streaming.checks import (
     explain_devices,
     nbytes,
 )
-from longshore.streaming.forked import leave_behind_on_fork
-from longshore.streaming.grad_scaler import wait_for_scales
 from longshore.streaming.methods import NOT_ONE_GRAPH, StreamedMethod
-from longshore.streaming.parameters import Lanes, StreamedParameter
+from longshore.streaming.parameters import Lanes, StreamedParameter, leave_behind_on_fork
 from longshore.tiles import Recorder
 from longshore.torch_versions import require
 from longshore.transfer import allocate_pinned, part_of
 from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
-
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_Replicator = grad_scaler._MultiDeviceReplicator
 
 
 class StreamCounts(NamedTuple):
@@ -357,3 +357,24 @@ def streams_of(parameters: Iterable[Tensor]) -> list[Stream]:
     """Return the streams that have any of these parameters."""
     parameters = list(parameters)
     return [each for each in _streams if any(map(each.streams, parameters))]
+
+
+def wait_for_scales() -> None:
+    """Let scalers wait for a number that they copy from an accelerator to the host, where the CPU reads it at once.
+
+    The scale is on the accelerator, like the loss, and the gradients of a streamed model are not. torch copies from one
+    to the other with ``non_blocking=True``; its own optimizers have no parameters on the CPU then.
+    """
+    if not hasattr(_Replicator.get, "__wrapped__"):
+        _Replicator.get = _waiting(_Replicator.get)
+
+
+def _waiting(get):  # pyright: ignore
+    @functools.wraps(get)
+    def waiting(self: _Replicator, device: torch.device) -> Tensor:
+        copied = get(self, device)
+        if copied.device.type == "cpu" and is_accelerator(self.master.device):
+            wait_for(mark_on(self.master.device))
+        return copied
+
+    return waiting

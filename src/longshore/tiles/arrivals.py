@@ -29,13 +29,11 @@ from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
-from longshore.tiles.parcels import Entry, Parcel, Waiting
-from longshore.tiles.tile import Segment, Tile
+from longshore.tiles.tile import Entry, Parcel, Segment, Tile, Waiting
 from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
 
 Accumulate = Literal["auto", "device", "host"]
-
 _SUM_BYTES = torch.float32.itemsize
 
 

@@ -18,21 +18,26 @@ from longshore.kernels import HostKernels, Kernels, Outputs, Scale
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
-from longshore.tiles.bets import SpeculationMemory
 from longshore.tiles.events import NO_RECORDER, PUBLISH, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
 from longshore.tiles.memory import BufferPool, PendingReads, Slot, Slots, allocator_on
-from longshore.tiles.parcels import runs_of_neighbors
 from longshore.tiles.snapshot import Snapshots
-from longshore.tiles.speculation import Speculator
-from longshore.tiles.steps import MASTER, ParameterStep
-from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
+from longshore.tiles.speculation import SpeculationMemory, Speculator
+from longshore.tiles.tile import (
+    MASTER,
+    ArrayNames,
+    ParameterStep,
+    Segment,
+    Tile,
+    TileEvent,
+    TileState,
+    runs_of_neighbors,
+)
 from longshore.transfer import Bundle, Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
 _SUM_SLOTS_STAY = 2
 """Number of steps without a sum after which memory for sums from the device is given back."""
-
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
 

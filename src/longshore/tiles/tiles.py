@@ -16,19 +16,38 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.kernels import Scale, master_of, total_of_blocks, write_state, zero_elements
+from longshore.kernels import (
+    HostKernels,
+    HostRule,
+    Scale,
+    SegmentTable,
+    master_of,
+    total_of_blocks,
+    write_state,
+    zero_elements,
+)
+from longshore.kernels.base import DTYPE_CODES
 from longshore.layout.formats import NEVER_NEGATIVE, Coding
 from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Spec, TileRun, runs_by_home
-from longshore.tiles.bets import SpeculationRecord
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
 from longshore.tiles.memory import PendingReads, read_array
 from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.steps import GRADIENT, MASTER, Breakage, Forecast, ParameterStep, broken_state_error
+from longshore.tiles.speculation import SpeculationRecord
 from longshore.tiles.tier import Active, Tier, TierSettings
-from longshore.tiles.tile import ArrayNames, Segment, Tile, TileEvent, TileState
-from longshore.tiles.window import Window
+from longshore.tiles.tile import (
+    GRADIENT,
+    MASTER,
+    ArrayNames,
+    Forecast,
+    ParameterStep,
+    Segment,
+    Tile,
+    TileEvent,
+    TileState,
+)
+from longshore.tiles.window import Breakage, Window, broken_state_error
 
 
 class Tiles:
@@ -501,3 +520,76 @@ class Tiles:
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
         self.tiles = []
+
+
+class RepeatedCommit:
+    """Commits of the same tiles, each with the same parameters: the tables are computed once.
+
+    Args:
+        tiles: tiles of one tier, on the host, that copies nothing.
+        parameters: indices of parameters; gradients have the dtypes of their parameters.
+    """
+
+    def __init__(self, tiles: Tiles, parameters: Sequence[int]) -> None:
+        assert isinstance(tiles.kernels, HostKernels)
+        self._tiles = tiles
+        self._kernels = tiles.kernels
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._tables: list[tuple[Tile, SegmentTable, list[int]]] = []
+        """Tiles of these parameters, each with the places of its segments' parameters."""
+        for tile in tiles:
+            segments = [each for each in tile.layout.segments if each.parameter in places]
+            code, itemsize = DTYPE_CODES[tile.dtype], tile.dtype.itemsize
+            starts = [each.parameter_offset * itemsize for each in segments]
+            rows = [
+                (each.buffer_offset, each.numel, start, start, code, code, *tile.segments[each.parameter].coding[1:])
+                for each, start in zip(segments, starts, strict=True)
+            ]
+            self._tables.append((tile, SegmentTable(rows), [places[each.parameter] for each in segments]))
+
+    @staticmethod
+    def possible(tiles: Tiles) -> bool:
+        """Return whether all tiles are stepped on the host, one element at a time, and nothing is copied."""
+        alone = len(tiles.tiers) == 1 and not tiles.tier.ranges
+        return alone and not tiles.streams.staged and isinstance(tiles.kernels, HostKernels)
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether no recorder is told of the tiles' events, and no snapshot has buffers still to read."""
+        return not self._tiles.recorders and not self._tiles.tier.snapshots.active
+
+    def commit(
+        self,
+        addresses: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        rules: Sequence[HostRule],
+        scale: Scale,
+        then: Callable[[], None],
+    ) -> None:
+        """Step, as :meth:`Tiles.commit` does; ``then`` follows.
+
+        ``addresses`` has for each parameter the address of its gradient (0: it has none and is not stepped), its own
+        address, and the number of its rule.
+        """
+        gradients, outputs, numbers = addresses
+        stepped: list[Tile] = []
+        with self._tiles.committing(stepped, ()):
+            for tile, table, places in self._tables:
+                found = [gradients[place] for place in places]
+                if not any(found):
+                    continue
+                assert tile.buffer is not None
+                tile.move(TileEvent.ARRIVAL)
+                tile.move(TileEvent.COMMIT)
+                try:
+                    there = found, [outputs[place] for place in places], [numbers[place] for place in places]
+                    self._kernels.step_table(tile.buffer, table, there, rules, scale, tile.outputs)
+                except BaseException:
+                    tile.move(TileEvent.COMMIT_FAILED)
+                    raise
+                tile.move(TileEvent.COMMIT_DONE)
+                stepped.append(tile)
+            for tile in stepped:
+                tile.move(TileEvent.PUBLISHED)
+                tile.window += 1
+                tile.version += 1
+            then()

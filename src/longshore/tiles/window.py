@@ -1,7 +1,8 @@
 """The accumulation window of one optimizer: all that happens between two steps that are applied, skipped or discarded.
 
 It records, and never acts: whether the window can still be stepped, the factor of its gradients, how many arrived, and
-how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``.
+how it ended. Gradients themselves are in tiles, in rounds, or in ``.grad``. Errors of a step that ended half way
+are kept without the frames of their tracebacks.
 """
 
 from __future__ import annotations
@@ -9,17 +10,62 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from longshore.errors import GradientError, LongshoreError
+from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import Scale
-from longshore.tiles.steps import FailedThere
+
+Failure = TypeVar("Failure", bound=BaseException)
+
+
+class Breakage(NamedTuple):
+    """Why a state is broken, in words. The error itself would keep the store, with all its memory: its traceback refers
+    to frames in which the store is a local variable."""
+
+    reason: str
+    loading: bool = False
+    """Whether a checkpoint was being loaded, and not stepped."""
+
+    @classmethod
+    def by(cls, failure: BaseException) -> Breakage:
+        """Return the record of the error of a step that ended half way."""
+        return cls(f"{type(failure).__name__}: {failure}")
+
+
+def broken_state_error(breakage: Breakage, where: str = "", on: str = "") -> BrokenStateError:
+    """Return the error of a store whose last commit, or loading of a checkpoint, ended half way."""
+    if breakage.loading:
+        return BrokenStateError(
+            f"a checkpoint was loaded in part only ({breakage.reason}); load a whole one{on} before going on"
+        )
+    return BrokenStateError(
+        f"an earlier step failed half way{where}, so some weights were stepped and others were not "
+        f"({breakage.reason}); load the model's weights and the optimizer's state (load_state_dict){on} before going on"
+    )
+
+
+class FailedThere(Exception):
+    """The traceback of an error, as text: frames would keep all that is local to them, such as the store that keeps the
+    error."""
+
+    @classmethod
+    def of(cls, failure: BaseException) -> FailedThere:
+        """Return the traceback of ``failure``, and of its causes."""
+        return cls("".join(traceback.format_exception(failure)))
+
+
+def without_frames(failure: Failure) -> Failure:
+    """Return an error that is raised nowhere at the moment, with its traceback, and that of its causes, as text."""
+    text = FailedThere.of(failure)
+    failure.__context__, failure.__cause__ = None, text
+    return failure.with_traceback(None)
 
 
 class Ended(Enum):

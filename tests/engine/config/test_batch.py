@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longshore.compat.config.load import DEEPSPEED
 from longshore.engine.config import Config, ConfigError
-from longshore.engine.config.batch import BatchNumbers, resolve
+from longshore.engine.config.model import BatchNumbers, resolve
 
 SMALL = st.integers(1, 12)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longshore.engine.config import Config
-from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK, decisive, order_of_sums
+from longshore.engine.config.model import BETWEEN_RANKS, OF_EACH_RANK, decisive, order_of_sums
 
 
 def summed(terms: list[Tensor]) -> Tensor:

@@ -1,13 +1,15 @@
-"""``Config``: all settings of the engine, typed and frozen."""
+"""``Config``: all settings of the engine, typed and frozen; batch sizes; and which settings decide the bits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import math
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import model_validator
+from pydantic_core import to_jsonable_python
 
 from longshore.engine.config.base import ConfigError, FrozenModel, Problem
-from longshore.engine.config.batch import OURS, BatchNumbers, check_world_size, resolve
 from longshore.engine.config.optimizers import OptimizerConfig, check_encodable, check_states_seed
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
@@ -17,6 +19,7 @@ from longshore.engine.config.values import (
     FRACTION,
     LARGEST_SCALE,
     LOW_DTYPE,
+    MOST_INTEGER,
     POSITIVE,
     TEXT,
     Budget,
@@ -28,7 +31,6 @@ from longshore.engine.config.values import (
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StatesName = Literal["fp32", "bf16", "8bit"]
-
 _Count = Annotated[int, AT_LEAST_1]
 _MaybeCount = Annotated[int | None, AT_LEAST_1]
 _Text = Annotated[str, TEXT]
@@ -43,6 +45,102 @@ _STATES = OneOf(("fp32", "bf16", "8bit"))
 _ACCUMULATE = OneOf(("auto", "device", "host"))
 _SCALE = Number(above=0, maximum=LARGEST_SCALE)
 _WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
+OF_EACH_RANK = ("autocast", "cast_inputs", "loss_scaling", "gradient_clipping", "scheduler")
+"""Fields of ``Config`` that change bits on one rank too. Those of the optimizer are restored with its state, which also
+says which ``states`` and ``states_seed`` it has."""
+BETWEEN_RANKS = ("communication_dtype", "accumulation_dtype", "prescale_gradients", "gradient_predivide_factor")
+"""Fields that change bits on several ranks. So does ``stage``, see :func:`order_of_sums`."""
+
+
+class BatchNumbers(NamedTuple):
+    """Samples in a step over all ranks, samples in a backward on one rank, and backwards in a step. None: not given."""
+
+    train: int | None
+    micro: int | None
+    steps: int | None
+
+
+class Names(NamedTuple):
+    """Names of the three numbers in the user's file or arguments."""
+
+    train: str
+    micro: str
+    steps: str
+
+
+OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+_MOST_TRIES = 1 << 16
+
+
+def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) -> BatchNumbers:
+    """Compute all three numbers from those that are given; by default a micro batch is 1 sample and a step 1 backward.
+
+    While the number of ranks is not known (``world_size`` None), the numbers are checked and returned as they are.
+
+    Raises:
+        ValueError: the numbers contradict each other (the message says which to change, and to what), or
+            ``world_size`` is not a number of ranks.
+    """
+    train, micro, steps = given
+    if world_size is None:
+        if train is not None and train % ((micro or 1) * (steps or 1)):
+            raise ValueError(_does_not_multiply(given, None, names))
+        return given
+    check_world_size(world_size)
+    if train is None:
+        micro, steps = micro or 1, steps or 1
+        train = micro * steps * world_size
+        if train > MOST_INTEGER:
+            raise ValueError(
+                f"is {names.micro} {micro} x {names.steps} {steps} x {world_size} ranks = {train}, and integers have "
+                "at most 64 bits; lower one of them"
+            )
+        return BatchNumbers(train, micro, steps)
+    if micro is None:
+        steps = steps or 1
+        micro, rest = divmod(train, steps * world_size)
+    elif steps is None:
+        steps, rest = divmod(train, micro * world_size)
+    else:
+        rest = train - micro * steps * world_size
+    if rest:
+        raise ValueError(_does_not_multiply(given, world_size, names))
+    return BatchNumbers(train, micro, steps)
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise ValueError unless ``world_size`` is a number of ranks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
+
+
+def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
+    """Describe the rule, the numbers, and each change of one number that corrects them."""
+    train, micro, steps = given
+    assert train is not None
+    factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
+    product = math.prod([number for _, number in factors]) * (world_size or 1)
+    said = [f"{name} {number}" for name, number in factors]
+    if world_size is not None:
+        said.append(f"{world_size} rank{'s' if world_size > 1 else ''}")
+    exact = len(factors) == 2 and world_size is not None
+    relation = "is not" if exact else "is not a multiple of"
+    below = train // product * product
+    fits = (product,) if exact or not below else (below, below + product)
+    ways = [f"{names.train} to {' or '.join(map(str, fits))}"]
+    for name, number in factors:
+        best, rest = divmod(train, product // number)
+        if rest == 0:
+            if not exact:  # Another number is computed from this one, so any divisor is valid: the nearest below.
+                most = min(best, number)
+                divisors = (divisor for divisor in range(most, max(0, most - _MOST_TRIES), -1) if best % divisor == 0)
+                best = next(divisors, None)  # of numbers with many digits there may be none that is near
+            if best is not None:
+                ways.append(f"{name} to {best}")
+    return (
+        f"must be {names.micro} x {names.steps} x ranks, and {train} {relation} {' x '.join(said)} = {product}; "
+        f"change {', or '.join(ways)}"
+    )
 
 
 class TensorBoardConfig(FrozenModel):
@@ -358,3 +456,32 @@ def checked_config(config: Config, world_size: int | None, needs_optimizer: bool
     if problems:
         raise ConfigError("Config", problems)
     return config
+
+
+def decisive(config: Config, world_size: int) -> dict[str, str]:
+    """Return the settings that change bits on ``world_size`` ranks, as texts by their names."""
+    values = {name: getattr(config, name) for name in OF_EACH_RANK}
+    values["cast_inputs"] = config.dtype if config.cast_inputs else None
+    found = {name: json.dumps(to_jsonable_python(value)) for name, value in values.items()}
+    if world_size > 1:
+        found |= {name: json.dumps(getattr(config, name)) for name in BETWEEN_RANKS}
+        found["stage"] = "2 or 3" if config.stage >= 2 else "0 or 1"  # they add in another order
+    return found
+
+
+def order_of_sums(stage: int, ranks: int, backwards: int, exact: bool) -> str:
+    """Describe the additions of a step's gradients; runs with equal descriptions add the same gradients alike.
+
+    Args:
+        stage, ranks, backwards: the ZeRO stage, the number of ranks, and the backwards of a step on each rank. Rank
+            ``r`` has gradient ``ranks * k + r`` of a step in its backward ``k``.
+        exact: gradients are sent between ranks without rounding.
+    """
+    numel = ranks * backwards
+    if ranks == 1 or backwards == 1:
+        # One rank divides each loss by the number, and ranks divide their sum: the same for a power of two.
+        if ranks == 1 or (exact and numel & (numel - 1) == 0):
+            return f"{numel}, one by one"
+        return f"{numel}, rank by rank"
+    first = "of each rank, then these" if stage < 2 else "of each backward, then these"
+    return f"{ranks} ranks times {backwards} backwards, those {first}"

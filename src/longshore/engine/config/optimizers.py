@@ -21,8 +21,8 @@ from longshore.engine.config.values import (
     kind_in,
 )
 from longshore.optim.family import beta, betas, flag, not_negative, number
-from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import OPTIMIZERS as CLASSES
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 _FIELDS: dict[Callable[[Any, str], Any], Any] = {
     not_negative: Annotated[float, NOT_NEGATIVE],
@@ -32,7 +32,6 @@ _FIELDS: dict[Callable[[Any, str], Any], Any] = {
     flag: Annotated[bool, BOOLEAN],
 }
 """Annotations of fields for options, by the function with which an optimizer reads the option."""
-
 
 _COEFFICIENT = Number(-(2.0**128 - 2.0**104), maximum=2.0**128 - 2.0**104)
 """A float32: torch converts it to one."""
@@ -121,7 +120,6 @@ def _models() -> dict[str, type[OptimizerModel]]:
 
 
 OPTIMIZER_CONFIGS = _models()
-
 if TYPE_CHECKING:
     OptimizerConfig = OptimizerModel
 else:
@@ -160,7 +158,6 @@ _COMPRESSED = "its compressed, stale gradients cannot give the weights of plain 
 _SHAPES = "it looks at shapes or norms of whole parameters, which a tile does not show"
 _MUP = "mup's groups carry their own learning rates: build Adam or SGD groups with mup, and pass longshore's optimizer"
 _CLIENT = "construct it and pass it as initialize(optimizer=...); elementwise ones of torch run on host tiles"
-
 REFUSED_OPTIMIZERS: dict[str | int, str] = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSED),
     "lamb": f"{_SHAPES}; use AdamW",
@@ -172,7 +169,6 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
     **dict.fromkeys(("adamax", "nadam", "radam", "rmsprop", "rprop", "adadelta", "asgd"), _CLIENT),
 }
 """Names of refused optimizers in lower case, each with the reason and what to do."""
-
 OPTIMIZER_TYPE = OneOf(
     tuple(OPTIMIZER_CONFIGS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}"
 )

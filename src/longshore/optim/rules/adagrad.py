@@ -19,7 +19,7 @@ from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar
 from longshore.optim.family import RuleFamily, flag, not_negative
 from longshore.optim.offload import Offload
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:

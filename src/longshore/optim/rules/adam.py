@@ -21,7 +21,7 @@ from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
 from longshore.optim.offload import Offload
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import RuleFamily, betas, flag, not_negative
 from longshore.optim.offload import Offload
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def lion(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.offload import Offload
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
