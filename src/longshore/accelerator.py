@@ -42,7 +42,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
     torch has 32 streams of each priority and hands them out in turn, again and again: those of communicators (nccl's
     have priority 0) and of FSDP2 (-1) may be the same one. A collective that waits there for another rank would hold up
-    what comes after it, for which that rank may wait.
+    the work after it, for which that rank may wait.
     """
     return torch.Stream(device, priority=-2)
 

@@ -31,8 +31,8 @@ _IN_FLIGHT_BYTES = 1 << 28
 
 
 class PinnedBlocks:
-    """Pinned memory that is used again, as pinning takes milliseconds: never more than was in use at once, but for what
-    blocks are larger than inputs.
+    """Pinned memory that is used again, as pinning takes milliseconds: never more than was in use at once, but for the
+    part by which blocks are larger than inputs.
 
     Attributes:
         allocated_bytes: of all blocks, free or not.
@@ -177,7 +177,7 @@ class HostInput:
             return fetch.take()
 
     def _memory_on_device(self) -> tuple[Tensor, Tensor]:
-        """Return new memory as a tensor like the input, and what the host's copy goes to."""
+        """Return new memory as a tensor like the input, and the target of the host's copy."""
         assert self._stride is not None
         memory = torch.empty(self._phase + self._extent, dtype=self._host.dtype, device=self._device)
         restored = memory.as_strided(self._size, self._stride, self._phase)
@@ -270,7 +270,7 @@ def compute_again(
 
 
 class _Inputs:
-    """The arguments of a call, and how they are made again of what torch keeps of them.
+    """The arguments of a call, and how they are made again of the values that torch keeps.
 
     A tensor is kept once, so that in the recomputation it is one tensor wherever it was one in the call, also inside of
     a container beside itself. Other arguments are kept as they are.
@@ -301,7 +301,7 @@ class _Inputs:
             self._values.append(each)
 
     def take_values(self) -> list[Any]:
-        """Return what torch is to keep; it is asked for once, so that nothing else keeps it."""
+        """Return the values that torch is to keep; they are asked for once, so that nothing else keeps them."""
         values, self._values = self._values, []
         return values
 

@@ -27,7 +27,7 @@ def parse_byte_size(size: str | int) -> int:
     ``K``, ``M``, ``G``, ``T`` and ``P`` are powers of 1000, or of 1024 if an ``i`` follows.
 
     Raises:
-        ValueError: ``size`` is anything else; the message says what to write.
+        ValueError: ``size`` is anything else; the message has the forms that are taken.
     """
     what = "a size in bytes as 80GB, 64GiB or 2TB"
     if isinstance(size, str):
@@ -91,7 +91,7 @@ def parse_memory_budget(value: object) -> MemoryBudget:
     are of no use, and 1 or 25 is probably meant as a share.
 
     Raises:
-        ValueError: ``value`` is anything else; the message ("must be ...") says what to write.
+        ValueError: ``value`` is anything else; the message ("must be ...") has the forms that are taken.
     """
     if isinstance(value, str):
         return _parse_budget_text(value.strip())

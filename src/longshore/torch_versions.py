@@ -25,12 +25,12 @@ def installed() -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every torch has what it takes for.
+    """A feature for which some torch is too old.
 
     Attributes:
         name: as users know it.
         oldest: the first torch with which it works.
-        why: what is said of older ones, after "they".
+        why: the end of the sentence about older ones, after "they".
         instead: advice for an older one.
     """
 

@@ -157,7 +157,7 @@ def checked_entry(content: Any, key: str, kind: type[T], where: str) -> T:
 
 
 def identity_of(found: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file is replaced or written; the last, also when it is renamed or linked to."""
+    """Return numbers that change when a file is replaced or written; the last, also when it is renamed or linked to."""
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

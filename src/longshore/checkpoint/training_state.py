@@ -401,7 +401,7 @@ class TrainingState:
         return _Fit(values, sources, among, about, differences)
 
     def _fit(self, reader: BoxReader, about: Mapping[str, Any], names: Set[str]) -> tuple[dict[str, str], list[str]]:
-        """Return the tensors to load by name, with their names in the checkpoint; and what does not fit.
+        """Return the tensors to load by name, with their names in the checkpoint; and the differences.
 
         ``names`` are those of the tensors of all ranks.
         """

@@ -84,7 +84,7 @@ def _parse_optimizer(text: str) -> OptimizerChoice:
 
 
 def _optimizer_of_file(file: str) -> OptimizerChoice:
-    """Return the optimizer that a configuration names, with the format of its states; what is "auto" there has its
+    """Return the optimizer that a configuration names, with the format of its states; a value of "auto" has its
     default."""
     from longshore.compat.config.load import read_config
     from longshore.engine.config import load_config

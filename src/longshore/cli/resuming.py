@@ -173,7 +173,8 @@ def _shown(value: Any) -> str:
 
 
 def _both_have(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether both runs have this setting. What only one has follows from a setting that differs, too."""
+    """Return whether both runs have this setting. A setting that only one has follows from a setting that differs,
+    too."""
     if name.endswith(_IN_FILE) or name == "--release-gradients":
         return there["training"] == here["training"]
     if name == "--steps":

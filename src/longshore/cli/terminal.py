@@ -54,7 +54,7 @@ class StopNow(BaseException):
 
 
 class LaunchedRank(NamedTuple):
-    """One of the processes of a run; ``speaks``: whether it prints what all ranks of its machine would print."""
+    """One of the processes of a run; ``speaks``: whether it prints for all ranks of its machine."""
 
     rank: int
     world_size: int

@@ -1,5 +1,5 @@
-"""What other projects read of DeepSpeed's stage 3: whether a parameter is whole and how large it is, and the hooks that
-TRL removes to generate."""
+"""Attributes of DeepSpeed's stage 3 that other projects read: whether a parameter is whole and how large it is, and the
+hooks that TRL removes to generate."""
 
 from __future__ import annotations
 

@@ -129,11 +129,11 @@ class GatheredParameters(_Reusable):
     After ``initialize()`` the parameters in ``params`` are whole inside, whichever handle a script has of them.
 
     Before ``initialize()`` such parameters exist on rank 0 only, and inside all ranks have its values. Any rank may
-    write, and what it wrote is on rank 0 afterwards.
+    write, and its values are on rank 0 afterwards.
 
     Args:
         params: a parameter, or several; None among them is skipped, as a bias that a module does not have.
-        modifier_rank: the rank whose writes are sent to all ranks afterwards; None: nobody writes, and at stage 3 on
+        modifier_rank: the rank whose writes are sent to all ranks afterwards; None: no rank writes, and at stage 3 on
             several ranks a write is an error at the end, on all ranks.
         fwd_module: refused; it registers external parameters.
         enabled: False does nothing.

@@ -145,8 +145,8 @@ def _replace_parameters(
 
 
 def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype: torch.dtype | None) -> bool:
-    """Return whether ``fully_shard`` was applied to the model, by the user or for an engine before this one; what was
-    frozen or thawed since then counts from here on.
+    """Return whether ``fully_shard`` was applied to the model, by the user or for an engine before this one; a
+    parameter that was frozen or thawed since then counts from here on.
 
     Raises:
         ValueError: parameters are sharded in a way that the engine, the number of ranks or the configuration rules out,

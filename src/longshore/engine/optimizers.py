@@ -121,8 +121,8 @@ def converted(
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return the ``state_dict()`` of an optimizer, without what hooks make of it, and the states of tensors that are in
-    no group, which torch cannot save."""
+    """Return the ``state_dict()`` of an optimizer, without the changes of its hooks, and the states of tensors that are
+    in no group, which torch cannot save."""
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state = optimizer.state
     outside = {key: state[key] for key in [*state] if isinstance(key, torch.Tensor) and id(key) not in members}
@@ -297,7 +297,7 @@ def muon_groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], config
 
     Raises:
         ValueError: a parameter, which the message names, has no mark while others have one; it is not one of the
-            model's; or it looks as if it held several matrices, and the configuration does not say what to do.
+            model's; or it looks as if it held several matrices, and the configuration does not say how it is divided.
     """
     undecided = {name: each for group in groups if _MARK not in group for name, each in group["params"]}
     options_of = _divided(model, undecided, config) if undecided else {}

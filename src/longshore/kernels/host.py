@@ -87,9 +87,9 @@ class HostKernels:
             segments: in order of ``buffer_offset``, not overlapping.
             rules: rules to which the segments' ``rule`` is an index; all of one kind.
             scale: factors by which gradients are multiplied.
-            outputs: what the segments' outputs hold. ``WRITTEN``: nothing that is read. ``COMPARED``: the parameters
-                as they are now; elements whose bits differ from the rounded master were written by somebody else, and
-                replace their masters before the rule is applied. ``MASTERS``: the masters, which are float32
+            outputs: the contents of the segments' outputs. ``WRITTEN``: nothing that is read. ``COMPARED``: the
+                parameters as they are now; elements whose bits differ from the rounded master were written by others,
+                and replace their masters before the rule is applied. ``MASTERS``: the masters, which are float32
                 parameters.
 
         Raises:

@@ -77,8 +77,8 @@ def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
 
 
 def canonical(values: Tensor) -> Tensor:
-    """Return the values with one NaN for all: the quiet one with a positive sign and no other bit of its payload. What
-    arithmetic makes is the processor's."""
+    """Return the values with one NaN for all: the quiet one with a positive sign and no other bit of its payload. The
+    NaN that arithmetic makes is the processor's."""
     return values.masked_fill(values.isnan(), math.nan)
 
 
@@ -162,8 +162,8 @@ def rule_output(
     scale: Scale = UNSCALED,
     parameter: Tensor | None = None,
 ) -> Tensor:
-    """Return what a step, with the arguments and errors of :func:`rule_step`, rounds to the dtype of its outputs: the
-    new master, in general."""
+    """Return the values that a step, with the arguments and errors of :func:`rule_step`, rounds to the dtype of its
+    outputs: the new master, in general."""
     return _updated(arrays, gradient, rule, scale, parameter)[-1 if rule.outputs_last else 0]
 
 

@@ -253,7 +253,7 @@ class OptimizerCore:
 
     def _outdated(self) -> bool:
         """Return whether, before the first step, all parameters were replaced, or one was moved or converted. A state
-        that was loaded, or a gradient that is on the host, would be lost: then the step says what changed."""
+        that was loaded, or a gradient that is on the host, would be lost: then the step names the change."""
         found = self._member_ids()
         if self._source is None or not found or any(record.has_state for record in self.records):
             return False

@@ -210,7 +210,8 @@ class RuleFamily:
                 )
 
     def check_step(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for what somebody put into a group since it was made, and what the rule does not read."""
+        """Raise ValueError for options that were put into a group since it was made, and that the rule does not
+        read."""
         return
 
     @classmethod

@@ -90,7 +90,7 @@ def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...
 
     Raises:
         TypeError: one is an argument of another library's optimizer, and asks for something that ``kind`` does not do;
-            the message says what it is here.
+            the message has its name here.
     """
     if (len(positional) > 1 and isinstance(positional[1], type)) or "optimizer_class" in named:
         raise TypeError(
@@ -185,8 +185,8 @@ def _function(method: Any) -> Any:
 
 
 def _without_hooks(step: Any) -> Any:
-    """Return what torch's wrapper calls that runs a step's hooks; it wraps the step of each class when its first
-    optimizer is made, unless a base's is wrapped already."""
+    """Return the function that torch's wrapper calls, which runs a step's hooks; it wraps the step of each class when
+    its first optimizer is made, unless a base's is wrapped already."""
     wrappers = Optimizer.profile_hook_step.__code__.co_consts
     while getattr(step, "__code__", None) in wrappers:
         step = step.__wrapped__

@@ -218,8 +218,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise LongshoreError if a graph is being captured on ``device``: whoever replays it calls neither hooks nor the
-    host."""
+    """Raise LongshoreError if a graph is being captured on ``device``: a replay calls neither hooks nor the host."""
     if is_capturing(device):
         raise LongshoreError(
             "a graph of the device is being captured, and longshore copies gradients to the host in hooks, and steps "
@@ -254,8 +253,8 @@ def gradient_of(record: ParameterRecord) -> Tensor | None:
 
 
 def put_gradient(record: ParameterRecord, placeholder: Tensor | None) -> None:
-    """Set ``.grad`` of a parameter, and of the one that a shard replaced, which has no elements: whoever clips or reads
-    gradients there, or looks whether there are any, is told that they are on the host."""
+    """Set ``.grad`` of a parameter, and of the one that a shard replaced, which has no elements: code that clips or
+    reads gradients there, or looks whether there are any, learns that they are on the host."""
     record.parameter.grad, record.left = placeholder, None
     if (former := record.former) is not None:
         if placeholder is not None:

@@ -22,7 +22,7 @@ def _ids(groups: Groups) -> list[list[int]]:
 
 
 class _Found:
-    """What is read of all parameters (addresses of gradients and of parameters, and the numbers of their rules), and
+    """Values of all parameters (addresses of gradients and of parameters, and the numbers of their rules), and
     of those that have a gradient (their records, and their histories after the step)."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ _Member = tuple[ParameterRecord, Tensor, torch.dtype, torch.Size, type[Tensor] |
 class RepeatedStep:
     """Step of parameters that were stepped before, with gradients that the kernels read in ``.grad``.
 
-    Everything that the regular step checks is compared here with what the last step left. If anything differs, in
-    whatever way, :meth:`step` returns None and has done nothing: the regular step finds out what it is, and raises its
-    errors.
+    Everything that the regular step checks is compared here with the values that the last step left. If anything
+    differs, in whatever way, :meth:`step` returns None and has done nothing: the regular step finds the cause, and
+    raises its errors.
 
     Args:
         family: the optimizer's rule.

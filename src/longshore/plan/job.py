@@ -1,6 +1,6 @@
 """The model, the training job and the choices that a plan compares; and the configuration file of a choice.
 
-A planned model has names, shapes and dtypes of parameters, and what forward computes with them. Nothing looks at
+A planned model has names, shapes and dtypes of parameters, and the operations of forward. Nothing looks at
 weights.
 :mod:`longshore.plan.reading` reads models from modules and files.
 """

@@ -78,7 +78,8 @@ def divided(model: PlannedModel, job: Job) -> PlannedModel:
     """Return the model with the matrices that the job's optimizer makes orthogonal, and the groups of that optimizer.
 
     Raises:
-        ValueError: a parameter looks as if it held several matrices, and the optimizer's options do not say what to do.
+        ValueError: a parameter looks as if it held several matrices, and the optimizer's options do not say how it
+            is divided.
     """
     config = job.optimizer_config
     if not isinstance(config, MuonConfig) or any(each.matrices for each in model.parameters):
@@ -123,7 +124,7 @@ class _Named(nn.Module):
 
 
 def notes_of(model: PlannedModel, job: Job, machine: PlanMachine, streams: bool) -> Iterator[str]:
-    """Yield what a reader has to know of the plan of a divided model; ``streams``: whether some choices do."""
+    """Yield the notes on the plan of a divided model; ``streams``: whether some choices do."""
     if not isinstance(job.optimizer_config, MuonConfig):
         return
     muon = [each.numel for each in model.trainable if each.matrices is not None]

@@ -62,8 +62,8 @@ def _add(counted: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def streamed_bytes(model: PlannedModel) -> int:
-    """Return the most bytes of parameters that are on the device at once: two units, one of which is used next, and
-    what is in none."""
+    """Return the most bytes of parameters that are on the device at once: two units, one of which is used next, and the
+    parameters of none."""
     units, rest = _unit_bytes(model)
     return rest + max(map(sum, zip(units, [*units[1:], 0], strict=True)), default=0)
 

@@ -1,7 +1,7 @@
 """The one thread that calls all collectives of an engine, in order (law 7), and the process groups that they use.
 
-Ranks meet over gloo, on the CPU, also if their tensors are on a device: a meeting never waits for what the device has
-still to do, and a rank that ends is seen at once.
+Ranks meet over gloo, on the CPU, also if their tensors are on a device: a meeting never waits for work of the device,
+and a rank that ends is seen at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _LOGGER = logging.getLogger("longshore")
 class CollectiveThread:
     """Thread that runs the collectives of one group of ranks, one after the other.
 
-    Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do, and goes on
-    with :meth:`rows`, in which it says how much it is about to tell. All of these messages have one size. So ranks that
+    Every sequence of collectives begins with :meth:`meet`, in which each rank announces its next action, and goes on
+    with :meth:`rows`, in which it announces how much it will send. All of these messages have one size. So ranks that
     do different things get an error at once: they do not wait for each other, and no collective gets other sizes than
     it expects, which would end the process.
 
@@ -231,7 +231,7 @@ class CollectiveThread:
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
-            RankError: the ranks do different things; the message says which rank does what.
+            RankError: the ranks do different things; the message has the action of each.
         """
         return self.finish(self.begin(action, number, window, note))
 
@@ -352,7 +352,7 @@ class CollectiveThread:
     def rows(self, row: Tensor, during: Action | None = None) -> Tensor:
         """Return every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``.
 
-        ``during``: what the ranks do; None: what they met for last. Raises the errors of :meth:`meet`.
+        ``during``: the action of the ranks; None: that of their last meeting. Raises the errors of :meth:`meet`.
         """
         said = row.detach().cpu().contiguous().view(-1).view(torch.uint8)
         note = torch.zeros(8 * NOTE_NUMEL, dtype=torch.uint8)

@@ -246,7 +246,7 @@ class Outgoing:
 
 
 class DataPlane:
-    """Collectives that move tensors. Their sizes follow from what the ranks said in the meetings before, so all ranks
+    """Collectives that move tensors. Their sizes follow from the meetings before, so all ranks
     call the same ones, in jobs of a :class:`CollectiveThread`.
 
     On an accelerator they run on the current stream, and do not wait for it.

@@ -84,7 +84,7 @@ class DeviceCollectives:
     told of anything. So a thread looks after them.
 
     Attributes:
-        gone: the ranks for which collectives were ended, in words; what these should have brought is not valid.
+        gone: the ranks for which collectives were ended, in words; the results of these are not valid.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 A collective of gloo fails when a rank that it waits for ends. Where that rank stopped, or the network between them was
 cut, it waits for the timeout of its group, and one of an accelerator's backend for ever; none says which rank that is.
-So a thread of each rank counts in the store, and reads there, while somebody waits, what the others say.
+So a thread of each rank counts in the store, and reads there, while a rank waits, the counts of the others.
 
 A rank that has never said anything may be slow to reach its first call of longshore, so it is no missing one: those who
 wait for it do so for the timeout of the group. So each begins to speak as early as it can; see :func:`presence`.
@@ -47,7 +47,7 @@ ADVICE = "look at the first error of any rank, and start again from a checkpoint
 
 @dataclass
 class _Heard:
-    """The latest that another rank wrote: how often it has written, and what it said; and for how long that is so."""
+    """The latest that another rank wrote: how often it has written, and its words; and for how long that is so."""
 
     count: str
     said: Sequence[str] = ()
@@ -144,8 +144,8 @@ class Presence:
         return passed_s
 
     def who_broke(self, among: Sequence[int]) -> list[int]:
-        """Return what :meth:`missing` does, after a connection broke, once that is any rank; none if nobody is missing.
-        The others hear that this rank gives up because of it."""
+        """Return what :meth:`missing` does, after a connection broke, once that is any rank; none if no rank is
+        missing. The others hear that this rank gives up because of it."""
         until = time.monotonic() + _ENDED_S + 3 * _BEAT_S
         while not (found := self.missing(among, broken=True)) and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -173,7 +173,7 @@ class Presence:
         """Return the value of each rank, by rank. All ranks call this alike; it is for small values and few calls.
 
         Args:
-            what: what the ranks do, for messages; calls for different things do not disturb each other.
+            what: the action of the ranks, for messages; calls for different things do not disturb each other.
             timeout_s: how long this rank waits for the others.
             notice_s: how long it waits before it logs a warning.
             doing: the same as ``what``, for messages of this rank alone.

@@ -90,7 +90,8 @@ def members_of(model: nn.Module) -> list[Any]:
 
 
 def check_not_gathered(model: nn.Module) -> None:
-    """Raise ValueError if parameters of a model are gathered now: what trains, and the weights, would be theirs."""
+    """Raise ValueError if parameters of a model are gathered now: the trained parameters, and the weights, would be
+    theirs."""
     gathered = {id(getattr(member, "_unsharded_param", None)) for member in members_of(model)}
     for name, parameter in model.named_parameters():
         if id(parameter) in gathered:
@@ -154,8 +155,9 @@ def check_supported(name: str, member: Any) -> None:
 
 
 class CopiesOfShards:
-    """Copies to the device of shards that rest on the host, if they do. Whoever calls the model may write to its
-    parameters as soon as a forward or backward returns, and torch tells nobody, so that these wait for the copies."""
+    """Copies to the device of shards that rest on the host, if they do. Callers of the model may write to its
+    parameters as soon as a forward or backward returns, and torch has no hook for that, so that these wait for the
+    copies."""
 
     def __init__(self, resting: bool = False) -> None:
         self.resting = resting

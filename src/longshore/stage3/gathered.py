@@ -1,8 +1,8 @@
 """Sharded parameters that are whole for a while: writes to them, and the tensors of them that scripts hold.
 
-Every handle of a parameter that ``gather()`` made whole reads and writes the same values. What is written while FSDP2
-has parameters gathered, to shards or to the tensors into which they are gathered, is taken over. Tensors that scripts
-hold outside of ``gather()`` are checked for changes that would be lost.
+Every handle of a parameter that ``gather()`` made whole reads and writes the same values. Writes while FSDP2 has
+parameters gathered, to shards or to the tensors into which they are gathered, are taken over. Tensors that scripts hold
+outside of ``gather()`` are checked for changes that would be lost.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class _Gathered(NamedTuple):
 class GatheredWrites:
     """Writes of scripts to parameters that stay gathered after a forward, as those of the model itself do.
 
-    FSDP2 would lose what is written to the gathered tensors, and not see in a next forward what is written to shards.
+    FSDP2 would lose writes to the gathered tensors, and not see in a next forward those to shards.
     """
 
     def __init__(self) -> None:
@@ -286,12 +286,12 @@ class GatheredWrites:
         ]
 
     def take(self) -> bool:
-        """Give the shards what was written to gathered tensors, and watch no more; return whether a shard was written,
-        so that the parameters have to be gathered anew.
+        """Give the shards the values that were written to gathered tensors, and watch no more; return whether a shard
+        was written, so that the parameters have to be gathered anew.
 
         Raises:
-            ParameterError: nobody can say which values of a parameter count, or its gathered tensor is a part of tensor
-                parallelism. The values of its shard stay; those of other parameters were taken.
+            ParameterError: it cannot be told which values of a parameter count, or its gathered tensor is a part of
+                tensor parallelism. The values of its shard stay; those of other parameters were taken.
         """
         gathered, by_shard = self._take_each()
         for each in gathered:
@@ -299,7 +299,8 @@ class GatheredWrites:
         return any(by_shard)
 
     def take_before_backward(self) -> None:
-        """As :meth:`take`, without looking at values, and watch on: what a backward does not reach stays gathered."""
+        """As :meth:`take`, without looking at values, and watch on: tensors that a backward does not reach stay
+        gathered."""
         gathered, by_shard = self._take_each()
         self._gathered = [
             each if written else _watched(*each[:3]) for each, written in zip(gathered, by_shard, strict=True)

@@ -123,8 +123,8 @@ class Agreement:
 
 
 def agreement_of(numbers: Tensor, statement: Statement) -> Agreement:
-    """Return what the ranks agree on, from the ``numbers`` of their statements, int64 ``[world_size, n]``; this rank's
-    is ``statement``. Raises RankError if they laid out different parameters."""
+    """Return the agreement of the ranks, from the ``numbers`` of their statements, int64 ``[world_size, n]``; this
+    rank's is ``statement``. Raises RankError if they laid out different parameters."""
     rows = numbers.tolist()
     if any(row[5] != rows[0][5] for row in rows):
         raise RankError("the ranks train different parameters; freeze and thaw the same ones on every rank")

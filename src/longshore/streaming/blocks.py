@@ -1,8 +1,8 @@
 """Blocks: the parameters that are on the device together, and which of them are there.
 
 At most two blocks are on the device: the one in use, and the one that was used next the last time. Nothing depends on
-that order but the time: what is not there when it is used is fetched then. What backward computes again has the inputs,
-parameters and buffers that forward had.
+that order but the time: a block that is not there when it is used is fetched then. A forward that backward computes
+again has the inputs, parameters and buffers that forward had.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SECONDS = 60.0
 
 
 class _WithInputs:
-    """What a checkpoint computes again, with inputs of the call in the place of those that autograd made of them.
+    """A call that a checkpoint computes again, with its own inputs in the place of those that autograd made of them.
 
     Args:
         compute: called with the inputs.
@@ -77,8 +77,8 @@ def keep_input() -> None:
 
 
 class Unwritten:
-    """What a block computes with besides its inputs, as it is now: with other values backward would compute another
-    block again than forward had.
+    """Values with which a block computes besides its inputs, as they are now: with other values backward would compute
+    another block again than forward had.
 
     Args:
         name: of the block in the model.
@@ -222,8 +222,8 @@ class Block:
 
     @not_compiled
     def begin_use(self) -> AbstractContextManager[Any]:
-        """Give the modules of the block its parameters on the device, until :meth:`end_use`; return what keeps them out
-        of autograd's graph."""
+        """Give the modules of the block its parameters on the device, until :meth:`end_use`; return the context that
+        keeps them out of autograd's graph."""
         if self._take():
             try:
                 with self._resident.lock:
@@ -409,7 +409,8 @@ class Resident:
         """The block that was used after two others, in their order, the last time."""
 
     def begin(self) -> None:
-        """Forget what is on the device: somebody calls the model, who may have written to its parameters unseen."""
+        """Forget the copies on the device: between two calls of the model its parameters may have been written
+        unseen."""
         with self.lock:
             # All blocks, and not those that should be there: a backward that raised may have fetched one since. It may
             # also use one still, for which the values that it has are good enough.

@@ -174,7 +174,8 @@ def explain_devices(
     is_streamed: Callable[[Tensor], bool],
     given: Any,
 ) -> LongshoreError | None:
-    """Return what says why a module of a streamed model found tensors of two devices; None: it is another error.
+    """Return the error that says why a module of a streamed model found tensors of two devices; None: it is another
+    error.
 
     Args:
         error: the error of torch.

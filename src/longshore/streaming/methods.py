@@ -88,11 +88,11 @@ class StreamedMethod:
         return kind.__getattr__(self._module, self._method)  # of a module that has what another one has
 
     def follow(self) -> StreamedMethod:
-        """Stream what somebody has put in the place of this method since, which may call it; return what streams.
+        """Stream the function that took the place of this method since, which may call it; return the one that streams.
 
         Raises:
-            LongshoreError: the method of its class has changed since the last call, too, and nobody can say whether
-                what is in its place has got hold of the method from before or after that.
+            LongshoreError: the method of its class has changed since the last call, too, and it cannot be told whether
+                the function in its place has got hold of the method from before or after that.
         """
         found = self._module.__dict__.get(self._method)
         if isinstance(found, StreamedMethod):

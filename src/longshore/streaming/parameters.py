@@ -109,7 +109,7 @@ class Lanes:
             self.to_host.forget_finished()  # which would keep the gradient, so that autograd would copy it
 
     def forget_gradients(self) -> None:
-        """Let go of gradients that a backward which raised brought to the host, and nobody took."""
+        """Let go of gradients that a backward which raised brought to the host, and that were not taken."""
         self._landing.clear()
 
 
@@ -247,9 +247,9 @@ class StreamedParameter:
     def wait(self) -> None:
         """Wait until the values that are used are on the device.
 
-        Whoever called the model may write to the parameter as soon as that returns, and torch tells nobody: a copy that
-        is still under way would bring values of both. A block that was fetched ahead is not waited for; it is fetched
-        again if it was written.
+        The caller of the model may write to the parameter as soon as that returns, and torch has no hook for that: a
+        copy that is still under way would bring values of both. A block that was fetched ahead is not waited for; it is
+        fetched again if it was written.
         """
         if (fetch := self._fetch) is not None:
             fetch.wait()

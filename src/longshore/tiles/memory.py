@@ -108,7 +108,7 @@ _Sort = tuple[StateFormat, int, int, bool]
 
 
 def _sort_of(format: StateFormat, arrays: int, numel: int, own_master: bool) -> _Sort:
-    """Return what buffers have in common that can take each other's place: float32 arrays are alike, whether one of
+    """Return the sort of buffers that can take each other's place: float32 arrays are alike, whether one of
     them is a master or not."""
     return format, arrays, numel, own_master and format is not StateFormat.FP32
 

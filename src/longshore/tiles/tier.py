@@ -117,8 +117,8 @@ class Tier:
         self.matrix_memory = MatrixMemory(streams)
 
     def outputs_of(self, dtype: torch.dtype, masters: bool) -> Outputs:
-        """Return what a step of parameters of this dtype reads where it writes them; ``masters``: the store can find
-        the parameters at any time."""
+        """Return the contents that a step of parameters of this dtype finds in its outputs; ``masters``: the store can
+        find the parameters at any time."""
         return Outputs.MASTERS if masters and self._own_masters and dtype == torch.float32 else self._outputs
 
     def add(self, added: Sequence[Tile]) -> None:

@@ -144,7 +144,7 @@ Item = TypeVar("Item")
 
 
 def runs_of_neighbors(items: Iterable[Item], place_of: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
-    """Divide items into runs whose segments are next to each other in their tile. What is between two runs may have
+    """Divide items into runs whose segments are next to each other in their tile. Elements between two runs may have
     gradients that arrived before, or values that do not change."""
     ordered = sorted(items, key=place_of)
     begin = 0

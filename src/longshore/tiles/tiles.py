@@ -512,7 +512,7 @@ class Tiles:
             tier.close()
 
     def release(self) -> None:
-        """Give all memory back, after :meth:`close`. What needs states or gradients raises LongshoreError then. The
+        """Give all memory back, after :meth:`close`. Calls that need states or gradients raise LongshoreError then. The
         parameters stay known; none of them has an element here."""
         self._released, former = True, self.tier
         self.tier, self.on_device = Tier(self._settings, self._pending_reads), None

@@ -58,8 +58,8 @@ class Event(NamedTuple):
 class EventRecorder(Recorder):
     """Collects events from any thread.
 
-    A pass is reported when it is over, so every pass in the list has ended. What a device does later than the host asks
-    for it has the device's times: its copies, the end of its backward (where a norm or a step begins to keep it
+    A pass is reported when it is over, so every pass in the list has ended. Work that a device does later than the host
+    asks for it has the device's times: its copies, the end of its backward (where a norm or a step begins to keep it
     waiting), and where it goes on after a step.
 
     Args:

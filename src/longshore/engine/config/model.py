@@ -78,7 +78,7 @@ def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) ->
     While the number of ranks is not known (``world_size`` None), the numbers are checked and returned as they are.
 
     Raises:
-        ValueError: the numbers contradict each other (the message says which to change, and to what), or
+        ValueError: the numbers contradict each other (the message names the one to change, and its value), or
             ``world_size`` is not a number of ranks.
     """
     train, micro, steps = given
@@ -428,7 +428,8 @@ class Config(FrozenModel):
         given.
 
         Raises:
-            ConfigError: the numbers do not multiply out; the message says which of the three to change, and to what.
+            ConfigError: the numbers do not multiply out; the message names the one of the three to change, and its
+            value.
             ValueError: ``world_size`` is not a number of ranks.
         """
         check_world_size(world_size)

@@ -1,7 +1,7 @@
 """Learning-rate schedules: names, parameters, bounds, defaults and rates, each in one class.
 
 The rates are pure functions of the number of calls of ``step()``. Step by step they are the same floats as those of
-the classes of the same names in DeepSpeed 0.19, including what may surprise:
+the classes of the same names in DeepSpeed 0.19, including these surprises:
 
 - Warmup stays at its lowest rate for two steps: the first call of ``step()`` does not change it. ``WarmupCosineLR``
   starts at 0, whatever ``warmup_min_ratio`` is, which applies from the second step on.

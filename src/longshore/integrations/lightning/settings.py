@@ -72,8 +72,8 @@ class StrategySettings:
         fields: fields of :class:`longshore.Config`; by default stage 2 with the optimizer on the host.
 
     Raises:
-        ConfigError: unknown fields, with the nearest name; everything that is wrong in a file, except what depends on
-            Lightning's arguments.
+        ConfigError: unknown fields, with the nearest name; everything that is wrong in a file, except keys that depend
+            on Lightning's arguments.
         TypeError, ValueError: a configuration of another type; ``config`` together with ``fields``.
     """
 

@@ -205,7 +205,7 @@ def matrix_layout(shape: tuple[int, ...], split: Split, dim: int) -> MatrixLayou
         dim: the dimension, 0 or 1, along which it is divided.
 
     Raises:
-        ValueError: the parameter cannot be divided in this way; the message begins with what it is.
+        ValueError: the parameter cannot be divided in this way; the message begins with a description of it.
     """
     if isinstance(split, str) and split == "stack":
         if len(shape) != 3:
@@ -347,7 +347,7 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: how the learning rate depends on a matrix of ``A`` rows and ``B`` columns: ``"original"`` (as
             None) multiplies it by ``sqrt(max(1, A / B))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(A, B))``.
         release_gradients: as for :class:`AdamW`.
-        offload: settings of the host side. With ``speculation_memory``, what comes before Newton-Schulz goes ahead;
+        offload: settings of the host side. With ``speculation_memory``, the pass before Newton-Schulz goes ahead;
             with a ``ratio`` below 1, all matrices are on the host. An engine's configuration takes the place of these
             two arguments.
 
@@ -421,7 +421,7 @@ def muon_groups(
     Raises:
         TypeError: ``model`` is no module, or one of the others is no dictionary, or no list.
         ValueError: a pattern fits no parameter; ``split`` names a parameter and ``others`` fits it, too; or a parameter
-            looks as if it held several matrices, and neither says what to do with it.
+            looks as if it held several matrices, and neither says how it is divided.
     """
     _check_types(model, others, split=split, muon=muon, adamw=adamw)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
