@@ -265,8 +265,12 @@ def test_only_integrations_imports_other_peoples_shapes() -> None:
 
 
 def modules_after(code: str) -> set[str]:
-    code = f"import sys, longshore; {code}; print(*sorted(name for name in sys.modules if '.' not in name))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, longshore; {code}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(done.stdout.split())
 
 
@@ -279,6 +283,8 @@ def test_importing_longshore_is_light() -> None:
     loaded = modules_after("longshore.AdamW")
     assert "torch" in loaded
     assert not loaded & HEAVY
+    # Dynamo takes as long as torch. torch imports it with the first optimizer; commands that make none do without.
+    assert "torch._dynamo" not in modules_after("longshore.Engine; import longshore.plan.planner")
 
 
 def test_the_command_line_shows_help_without_torch() -> None:

@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from longshore.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store import Store
-from longshore.streaming import Stream
 from longshore.tiles import Ended
+
+if TYPE_CHECKING:
+    from longshore.streaming import Stream
 
 P = ParamSpec("P")
 R = TypeVar("R")

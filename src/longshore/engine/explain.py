@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,8 +21,10 @@ from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.sharded import ShardedStore
-from longshore.streaming import Stream
 from longshore.tiles import SpeculationRecord, Tiles
+
+if TYPE_CHECKING:
+    from longshore.streaming import Stream
 
 _MOST_ROWS = 60
 

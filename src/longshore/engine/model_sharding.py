@@ -18,12 +18,12 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded, replace_by_shards
-from longshore.streaming import Stream, leave_behind_on_fork, stream
 from longshore.torch_versions import require
 from longshore.units import WrapPolicy, units_with_leaves
 
 if TYPE_CHECKING:
     from longshore.stage3.fsdp import FullyShardedModel
+    from longshore.streaming import Stream
 
 
 def shard_model(
@@ -79,6 +79,8 @@ def shard_model(
     with_memory(model, rest, pinned=rest != ranks.device)
     sharded = FullyShardedModel(model)
     if rest != ranks.device:
+        from longshore.streaming import leave_behind_on_fork
+
         leave_behind_on_fork(sharded, list(model.parameters()))
     present = dict(model.named_parameters())
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
@@ -110,6 +112,8 @@ def stream_model(
             f"offload_param copies a model to the device unit by unit, and {type(model).__name__} has no modules that "
             "repeat; name the classes of its units in longshore.wrap_policy, or give a number of elements there"
         )
+    from longshore.streaming import stream
+
     streamed = stream(model, ranks.device, blocks=lambda _, module: id(module) in chosen)
     undo.callback(streamed.close)
     return streamed

@@ -43,7 +43,6 @@ from longshore.optim import Offload
 from longshore.optim.released import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.rounds import ReductionSettings
-from longshore.streaming import streams_of
 from longshore.tiles import memory_for_speculation
 from longshore.transfer import DeviceStreams
 from longshore.units import WrapPolicy
@@ -175,6 +174,8 @@ def check_model(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    from longshore.streaming import streams_of  # streaming imports Dynamo, which takes seconds
+
     if streams := streams_of(model.parameters()):
         raise ValueError(
             f"{type(model).__name__} is streamed to {streams[0].device} already: leave out longshore.stream() and let "
