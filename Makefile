@@ -12,7 +12,7 @@ SANITIZERS := address,undefined thread
 PARALLEL := -n 3 --dist worksteal
 QUICK := not medium and not slow
 
-.PHONY: setup demo simulated-device test test-device test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-medium test-medium-sample test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -37,10 +37,15 @@ ON_DEVICE := --simulated-device tests/simulated_device tests/transfer tests/tile
 test-device: $(SETUP) $(SIMULATED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(QUICK)" $(ON_DEVICE)
 
-# What CI runs besides: tests that take seconds, and more rows of most tables.
+# Tests that take seconds, and more rows of most tables.
+MEDIUM := medium and not slow
 test-medium: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "medium and not slow"
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and medium and not slow" $(ON_DEVICE)
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(MEDIUM)" $(ROWS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(MEDIUM)" $(ON_DEVICE) $(ROWS)
+
+# What CI runs besides: every one of them, with half of its rows, other ones for each commit.
+test-medium-sample: ROWS = --half-of $$(git rev-parse HEAD)
+test-medium-sample: test-medium
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)

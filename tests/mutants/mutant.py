@@ -197,15 +197,20 @@ def what_does_not_apply(mutants: Iterable[Mutant]) -> list[str]:
     return [f"{mutant.name}: {said}" for mutant in mutants if (said := _what_is_wrong(mutant))]
 
 
+@cache
+def _text_of_tests(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 def _what_is_wrong(mutant: Mutant) -> str:
     for test in mutant.tests:
         file, _, name = test.partition("::")
         function = name.rpartition("::")[2].partition("[")[0]
-        if not (ROOT / file).exists() or f"def {function}{'(' if function else ''}" not in (ROOT / file).read_text():
+        if f"def {function}{'(' if function else ''}" not in _text_of_tests(ROOT / file):
             return f"there is no {test}"
     try:
-        text = (ROOT / "src" / "longshore" / mutant.file).read_text()
-        mutated = ast.parse(mutant.applied_to(text))
+        place, mutated = mutant._place
+        changes = ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(place.text))
     except (ValueError, SyntaxError) as error:
         return str(error)
-    return "it changes nothing" if ast.dump(mutated) == ast.dump(ast.parse(text)) else ""
+    return "" if changes else "it changes nothing"
