@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from longshore.cli.options import CommandSettings, Option
 from longshore.cli.terminal import CommandError, SettingsError, os_reason
-from longshore.seam import parse_memory_budget
+from longshore.seam import StateFormat, parse_memory_budget
 
 if TYPE_CHECKING:  # it imports torch
     from longshore import Config
@@ -122,7 +122,6 @@ _STREAM = (
     "larger than the device. The weights are the same bits. It means --release-gradients, or goes with --stage 3."
 )
 
-
 _CHECKPOINTING = (
     "Backward computes each block again, instead of keeping what it computed; with --stream the inputs of the blocks "
     "rest on the host, too. The weights are the same bits."
@@ -167,9 +166,7 @@ _PLAIN = (
     "Train with torch.optim in place of longshore, to compare: state on the device, fp32 masters for bf16. "
     "Not with --stage or --config."
 )
-
-
-STATES = ("fp32", "bf16", "8bit")
+STATES = tuple(each.value for each in StateFormat)
 _STATES = (
     "Format of AdamW's moments: bf16 (rounded stochastically) takes 10 bytes a parameter instead of 14, 8bit 8.1. "
     "Masters stay fp32."

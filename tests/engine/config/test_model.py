@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import pickle
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from longshore.engine.config import AdamWConfig, Config, ConfigError, LossScaling, WarmupCosineLRConfig
+from longshore.engine.config.model import StatesName
+from longshore.layout.formats import StateFormat
 
 
 def test_defaults_are_the_safe_ones() -> None:
@@ -85,19 +88,23 @@ def test_the_configuration_is_made_without_torch() -> None:
     """The optimizers alone are read from their rules, which need it; a door has two names, which are read when used."""
     files = sorted((Path(__file__).parents[3] / "src" / "longshore" / "engine" / "config").glob("*.py"))
     assert {file.stem for file in files} >= {"base", "model", "optimizers", "schedulers", "values"}
-    files.append(files[0].parents[2] / "byte_sizes.py")
+    files += [files[0].parents[2] / name for name in ("byte_sizes.py", "layout/formats.py")]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             outside = {name for name in names if name.startswith(("torch", "longshore"))}
-            inside = ["longshore.engine.config.", "longshore.byte_sizes"]
+            inside = ["longshore.engine.config.", "longshore.byte_sizes", "longshore.layout.formats"]
             more = {
                 "optimizers.py": ("longshore.optim.",),
                 "__init__.py": ("longshore.compat.config.", "longshore.lazily"),
             }
             allowed = (*inside, *more.get(file.name, ()))
             assert not {name for name in outside if not name.startswith(allowed)}, file
+
+
+def test_the_type_of_states_names_every_format() -> None:
+    assert get_args(StatesName) == tuple(each.value for each in StateFormat)
 
 
 def test_stepping_ahead_needs_the_state_on_the_host() -> None:

@@ -23,6 +23,7 @@ from longshore.seam import (
     FrozenModel,
     NamedModel,
     Names,
+    StateFormat,
     check_encodable,
     check_states_seed,
     check_world_size,
@@ -45,7 +46,8 @@ _OFFLOAD = "zero_optimization.offload_optimizer"
 
 _STATES, _SEED = f"{_OFFLOAD}.states", f"{_OFFLOAD}.states_seed"
 _BF16_STATES, _FP32_STATES = "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"
-_FORMATS = {(_BF16_STATES, True): ("bf16",), (_FP32_STATES, False): ("bf16", "8bit"), (_FP32_STATES, True): ("fp32",)}
+_ENCODED = tuple(each.value for each in StateFormat if each is not StateFormat.FP32)
+_FORMATS = {(_BF16_STATES, True): ("bf16",), (_FP32_STATES, False): _ENCODED, (_FP32_STATES, True): ("fp32",)}
 """The formats of states with which DeepSpeed's keys agree, by key and value."""
 
 

@@ -28,9 +28,11 @@ from longshore.engine.config.values import (
     Number,
     OneOf,
 )
+from longshore.layout.formats import StateFormat
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StatesName = Literal["fp32", "bf16", "8bit"]
+
 _Count = Annotated[int, AT_LEAST_1]
 _MaybeCount = Annotated[int | None, AT_LEAST_1]
 _Text = Annotated[str, TEXT]
@@ -41,13 +43,15 @@ _DEVICE = OneOf(
 _PARAM_DEVICE = OneOf(
     ("none", "cpu"), {"nvme": 'parameters on NVMe are not kept by longshore; use "cpu", where they rest in host memory'}
 )
-_STATES = OneOf(("fp32", "bf16", "8bit"))
+_STATES = OneOf(tuple(each.value for each in StateFormat))
 _ACCUMULATE = OneOf(("auto", "device", "host"))
 _SCALE = Number(above=0, maximum=LARGEST_SCALE)
 _WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
+
 OF_EACH_RANK = ("autocast", "cast_inputs", "loss_scaling", "gradient_clipping", "scheduler")
 """Fields of ``Config`` that change bits on one rank too. Those of the optimizer are restored with its state, which also
 says which ``states`` and ``states_seed`` it has."""
+
 BETWEEN_RANKS = ("communication_dtype", "accumulation_dtype", "prescale_gradients", "gradient_predivide_factor")
 """Fields that change bits on several ranks. So does ``stage``, see :func:`order_of_sums`."""
 

@@ -20,7 +20,7 @@ from longshore.engine.config.values import (
     OneOf,
     kind_in,
 )
-from longshore.optim.family import beta, betas, flag, not_negative, number
+from longshore.optim.family import ELEMENTWISE, beta, betas, flag, not_negative, number
 from longshore.optim.tiled_optimizer import OPTIMIZERS as CLASSES
 from longshore.optim.tiled_optimizer import RuleOptimizer
 
@@ -120,6 +120,7 @@ def _models() -> dict[str, type[OptimizerModel]]:
 
 
 OPTIMIZER_CONFIGS = _models()
+
 if TYPE_CHECKING:
     OptimizerConfig = OptimizerModel
 else:
@@ -166,9 +167,10 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
     "sparseadam": "sparse gradients are refused; make the embedding with sparse=False and use Adam",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
     "adam8bit": "use AdamW, with zero_optimization.offload_optimizer.states 8bit",
-    **dict.fromkeys(("adamax", "nadam", "radam", "rmsprop", "rprop", "adadelta", "asgd"), _CLIENT),
+    **dict.fromkeys((name.lower() for name in ELEMENTWISE if name not in CLASSES), _CLIENT),
 }
 """Names of refused optimizers in lower case, each with the reason and what to do."""
+
 OPTIMIZER_TYPE = OneOf(
     tuple(OPTIMIZER_CONFIGS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}"
 )
