@@ -70,9 +70,11 @@ _INSTEAD = {  # advice for names that a DeepSpeed script uses
     "DeepSpeedEngine": "the engine's class is longshore.Engine",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 _find = lazily(globals(), _HOMES)
+
 if not TYPE_CHECKING:  # or every misspelled name would be Any to a type checker
 
     def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
 _PACKAGE = __name__.partition(".")[0]
 _warned: set[tuple[str, int, str]] = set()
 """File, line and text of each warning: without it a loop that changes warning filters would show it at every step."""

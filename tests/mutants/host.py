@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "what waits is a part of something large",
-        "Entry.travels_with_others",
+        "Arrival.travels_with_others",
         "return self.segment.small and self.gradient.untyped_storage().nbytes() < most_bytes",
         "return self.segment.small",
         (ARRIVALS,),
@@ -343,7 +343,7 @@ MUTANTS = [
     Mutant(
         "a later arrival is dropped",
         "Arrivals.bring",
-        "self._queue_addition(tile, segment, Entry(segment.place, segment.layout, gradient, ready))",
+        "self._queue_addition(tile, segment, Arrival(segment.place, segment.layout, gradient, ready))",
         "pass",
         (STORE,),
     ),

@@ -43,7 +43,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 """Names of dtypes in the safetensors format."""
 SAVED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-
 _MOST_JSON_BYTES = 1 << 31
 """Largest JSON file. A larger file is sparse, and would fill the memory before parsing shows that it is not JSON."""
 _MOST_DIGITS = 1000

@@ -45,14 +45,18 @@ DRAFT, REPLACED = ".writing-", ".replaced-"
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Errors of renaming a folder to a name that exists."""
 _MOST_ATTEMPTS = 100
+
 VERSION = 1
 LATEST = "latest"
 _LOCK = "lock"
 _STALE_S = 7 * 24 * 3600.0
 _LONGEST_TAG = 200
+
 Candidate = tuple[Path, CheckpointError | None]
 """The folder of a checkpoint, and the reason why it cannot be loaded, if there is one."""
+
 _DEEPSPEEDS = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+
 _LONGEST_LATEST = 4096
 _TORCHS = ".metadata"
 """File of a checkpoint of ``torch.distributed.checkpoint``, beside which are files ``*.distcp``."""

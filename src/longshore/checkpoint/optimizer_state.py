@@ -32,8 +32,10 @@ FORMAT = "format"
 """Entry of a parameter whose states are not float32."""
 STATES_SEED = "states_seed"
 """Entry of an optimizer that has such states."""
+
 OPTIMIZER = "optimizer"
 """First part of the names of the optimizer's arrays in a checkpoint, and its key among the shared values."""
+
 _MATRICES_ON = "matrices_on"
 
 

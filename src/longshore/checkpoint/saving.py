@@ -44,12 +44,16 @@ ARITHMETIC_ENTRY = "arithmetic"
 """Entry of the manifest: version of the arithmetic of all rules. Checkpoints without it have version 1."""
 PROCESSOR_ENTRY = "processor"
 """Entry of the manifest: the processor of rank 0, as ``platform.machine()`` names it."""
+
 T = TypeVar("T")
+
 _LOGGER = logging.getLogger("longshore")
+
 _COMMIT_S = 6.0
 """How long a rank waits for the first one to commit a checkpoint, after another one was lost."""
 _RENAMING_S = 1.0
 _POLL_S = 0.05
+
 STATE = "state"
 """Stem of the files with values that are the same on all ranks."""
 CONFIG = "config.json"

@@ -40,6 +40,7 @@ from longshore.optim.wrapped_names import counterparts
 
 Held = Mapping[str, Any]
 """What has to be the same on all ranks that have a tensor, by what it is."""
+
 CLIENT_STATE = "client_state"
 """Key of the user's values among the shared values. The caller may add other keys."""
 _SHOWN = 20

@@ -129,7 +129,6 @@ _OPTIMIZER = (
     "configuration, of which the optimizer and the format of its states are taken."
 )
 
-
 _SUMS = "Where gradients of several backwards are added; auto: on the device, if it has room for all sums."
 
 

@@ -28,7 +28,6 @@ _LOOP = ("seq_len", "batch_size", "seed")
 _ENGINE = ("dtype", *OF_EACH_RANK, *BETWEEN_RANKS, "optimizer")
 """Fields of the engine's configuration that change bits. Some of them are options above, too."""
 
-
 _IN_FILE = " in --config"
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
 _FIXED = {
     "module": "the optimizer steps the parameters of the model that initialize() was given: wrap or replace the model "
     "before, and compile it with engine.compile()",
@@ -45,6 +46,7 @@ _FIXED = {
     "loss_scaling": "set fp16 in the configuration",
 }
 """Parts of the engine that others of its parts have too: a new one would not be seen there."""
+
 _INSTEAD_OF_ASSIGNING = {
     "train_batch_size": "call engine.set_train_batch_size()",
     "gradient_accumulation_steps": "call engine.set_gradient_accumulation_steps()",

@@ -26,6 +26,7 @@ from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer, core_of
 _KIND_ATTRIBUTE = "longshore_kind"
 """Class attribute that gives the longshore optimizer with the same step. It is not inherited, since a subclass may step
 differently."""
+
 _REFUSED = {
     "Adafactor": "it keeps sums over the rows and columns of a matrix",
     "LBFGS": "it takes products of whole gradients and evaluates the model several times a step",
@@ -33,6 +34,7 @@ _REFUSED = {
 }
 """torch's optimizers that cannot be stepped in tiles, with the reason. Most let an element depend on others, which may
 be in another tile or on another rank."""
+
 _MARK = "use_muon"
 """A group's option and, as in DeepSpeed, an attribute of a parameter: whether Muon steps it."""
 

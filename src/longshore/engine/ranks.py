@@ -31,13 +31,17 @@ from longshore.ranks.presence import presence
 from longshore.ranks.waiting import gather_from_all
 
 _POLL_S, _MOST_POLL_S = 0.005, 0.1
+
 _stores: dict[tuple[str, int, int], Store] = {}
 """For each address and rank the store. It stays until the process ends: rank 0 could not open its port again while
 others still leave."""
+
 DEFAULT_PORT = 29500
 _SLURM_PORTS = (20000, 12000)
 """The first port and the number of ports for jobs; they are below those for outgoing connections."""
+
 T = TypeVar("T")
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

@@ -37,8 +37,7 @@ from longshore.kernels.buffers import (
 )
 from longshore.kernels.device import DeviceKernels, Kernels, block_sums_on, checksums_on
 from longshore.kernels.host import MOST_HOST_THREADS, HostKernels
-from longshore.kernels.torch_rules import newton_schulz, newton_schulz_bytes
-from longshore.kernels.torch_rules import next_scalars, torch_options
+from longshore.kernels.torch_rules import newton_schulz, newton_schulz_bytes, next_scalars, torch_options
 from longshore.machine import usable_cpus
 
 __all__ = [

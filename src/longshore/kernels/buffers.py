@@ -29,6 +29,7 @@ PLACE_FACTOR = 0x9E3779B9
 MIX_FACTORS = 0x21F0AAAD, 0x735A2D97
 """Factors of the hash in :func:`random_bits`, which is one of those that C. Wellons' "Hash Prospector" (2018) measures:
 for numbers that count up, each bit of the result is as good as random."""
+
 _CODED_NUMEL = 1 << 20
 """Elements that are encoded or decoded at a time by the code in this file."""
 

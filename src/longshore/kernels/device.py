@@ -24,6 +24,7 @@ from longshore.layout.tiles import NORM_BLOCK_NUMEL
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
+
 _TRITON_DEVICES = {"cuda"}
 """Types of devices that Triton compiles these kernels for."""
 

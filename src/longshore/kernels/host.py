@@ -21,7 +21,6 @@ from longshore.machine.binding import binding_of
 _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 """Index of each rule of native/rules.inl by :attr:`Rule.name`."""
 
-
 MOST_HOST_THREADS = 4096
 """The largest number of threads of a pool (``native/thread_pool.cpp``)."""
 

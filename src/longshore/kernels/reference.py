@@ -12,27 +12,21 @@ import itertools
 import math
 import struct
 from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
 from longshore.kernels.base import UNSCALED, Rule, Scale
 from longshore.kernels.buffers import EncodedBuffer, random_bits, rounding_key
 from longshore.layout.formats import NEVER_NEGATIVE, Coding
 
-
 CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
 """Odd factor of :func:`checksum`, also in triton_rules.py."""
-
-
 _CHECKSUM_NUMEL = 1 << 20
-
-
 _SUM_NUMEL = 1 << 22
 """Elements that are squared at a time, which takes 12 bytes for each."""
 
-
 Operand = Tensor | float
-
-
 Scalars = Sequence[Tensor]
 
 

@@ -1,4 +1,4 @@
-"""Steps that torch computes: its own optimizers on ranges of a tile, slower than a kernel, and the Newton-Schulz iteration.
+"""Steps that torch computes: its own optimizers on ranges of a tile, slower than a kernel, and Newton-Schulz.
 
 The rule of an elementwise optimizer ignores where in a parameter an element is, but the result of torch's loops may
 depend on it: the last elements of a tensor, and of each thread's share of it, go through scalar code that rounds
@@ -14,25 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
 import torch
 from torch import Tensor
+
 from longshore.kernels._native import Outputs
 from longshore.kernels.base import OneElement, Scale, TileSegment, TorchRule
 from longshore.kernels.reference import adopted, canonical
-import itertools
-import math
-import struct
-from collections.abc import Sequence
-import torch
-from torch import Tensor
-from longshore.kernels.base import UNSCALED, Rule, Scale
-from longshore.kernels.buffers import EncodedBuffer, random_bits, rounding_key
-from longshore.layout.formats import NEVER_NEGATIVE, Coding
-
 
 _LOOP_NUMEL = 64
 """Multiple of the number of elements that any of torch's vectorized loops takes at once."""
-
 
 BUFFER_NUMEL = 1 << 14
 """Number of elements of the largest buffer: master, gradient and states stay in the cache."""

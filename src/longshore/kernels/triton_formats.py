@@ -19,10 +19,12 @@ FLOAT32 = tl.constexpr(1)
 BFLOAT16 = tl.constexpr(2)
 FLOAT16 = tl.constexpr(3)
 """Codes of dtypes, as in the native kernels."""
+
 SIGNED = tl.constexpr(4)
 UNSIGNED = tl.constexpr(5)
 """Codes of states of 8 bits, each with the :class:`~longshore.kernels.buffers.ByteCode` of that name. The code of a
 state that is not there is NONE. BFLOAT16 states are rounded stochastically."""
+
 BLOCK = tl.constexpr(1024)
 """Number of elements that one program steps or copies."""
 SCALE_NUMEL = tl.constexpr(buffers.BLOCK_NUMEL)

@@ -1,4 +1,4 @@
-"""Layout of the parameters of one optimizer over ranks: which are reduced together, and which elements a rank steps.
+"""Layout of the parameters of one optimizer over ranks: buckets, which are reduced together, divisions, and grids.
 
 These are frozen numbers: the ranks of a running job are not used. A bucket holds parameters of one kind whose gradients
 are reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in padding),

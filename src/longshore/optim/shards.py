@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _CHUNK = 1 << 26
 """Elements that are copied from a device at a time."""
+
 _SHARD_OF = WeakIdKeyDictionary()
 """For each parameter that a shard replaced, a weak reference to the shard."""
 _FORMER_OF = WeakIdKeyDictionary()

@@ -38,7 +38,9 @@ from longshore.ranks.waiting import all_gather_single, communicating, let_go, mi
 from longshore.transfer.runner import Worker
 
 T = TypeVar("T")
+
 _PATIENCE_S = 1.0
+
 _LOGGER = logging.getLogger("longshore")
 
 

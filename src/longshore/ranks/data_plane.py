@@ -34,6 +34,7 @@ _MOST = 48
 """Maximal number of blocks: a rank sends, as the bits of one number, which of them it is done with."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
 """Values sent in place of a block's number: there is no room; this rank stands apart; no shared block is brought."""
+
 _LOGGER = logging.getLogger("longshore")
 
 

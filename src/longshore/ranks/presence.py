@@ -38,6 +38,7 @@ _LAST_WORDS_S = 2.0
 _KEYS = "longshore/presence"
 _ENDED, _LEFT, _PARTED = "ended", "left", "parted"
 """The last: of a rank that says no more, since the process that keeps the store ends."""
+
 _LOGGER = logging.getLogger("longshore")
 LAUNCHER = -1
 """Stands for the process of the launcher that keeps the store."""
@@ -431,4 +432,5 @@ def _after_fork() -> None:
 
 atexit.register(_close)
 on_made.append(presence)  # the others may wait for this rank long before its first save
+
 os.register_at_fork(after_in_child=_after_fork)

@@ -26,7 +26,9 @@ _GRACE_S = 1.0
 _LEFT: list[tuple[Any, Any]] = []
 """Groups, with the tensors that they use, each with its last collective."""
 _LOCK = threading.Lock()
+
 T = TypeVar("T")
+
 _POLL_S = 0.0005
 _DEFAULT_TIMEOUT_S = 1800.0
 _NOTICE_S = 30.0

@@ -32,6 +32,7 @@ from longshore.stage3.gathered import GatheredWrites, Handles, Whole
 _TRAINABLE: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Which parameters were trainable when :func:`align_trainable` saw them last, by FSDP2's record. It outlives engines,
 since scripts freeze and thaw between two of them, too."""
+
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 """The models of all engines."""
 

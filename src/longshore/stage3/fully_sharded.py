@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
+"""ZeRO-3: where the store has gradients from, and parameters to, while torch's FSDP2 (``fsdp.py``) gathers them.
 
 FSDP2 decides when parameters are gathered and prefetched. longshore takes the gradient of the gathered parameter where
 autograd accumulates it, before FSDP2 would reduce it. So gradients at stage 3 are handled as at stage 2: they are

@@ -34,6 +34,7 @@ class _SlotsOfDTensor(Tensor):
 
 _OF_THE_SHARD = (Tensor.grad, Tensor._grad, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks)  # pyright: ignore
 """Attributes that stay the shard's: the optimizer keeps a placeholder in its ``.grad``, and looks for hooks there."""
+
 _HOOKING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 

@@ -29,7 +29,9 @@ from longshore.streaming.parameters import SavedValues, StreamedParameter
 _OF_HOOKS = ("longshore.streaming.blocks", "torch._dynamo.eval_frame")
 """Modules whose functions are between the one that saves and :func:`keep_input`: hooks, one inside of another, and what
 keeps them from being compiled."""
+
 F = TypeVar("F", bound=Callable[..., Any])
+
 _SECONDS = 60.0
 """How long a call waits for the end of a backward that another thread is in."""
 

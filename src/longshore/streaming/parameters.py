@@ -29,6 +29,7 @@ from longshore.transfer import Copy, DeviceCopyStream, DeviceFetch, PinnedPool, 
 
 _FIRST = (1 << 63) - 1
 """Sequence number of functions that backward runs as soon as it can."""
+
 _HARMLESS = frozenset({"__repr__", "__hash__", "size", "stride", "dim", "numel", "element_size", "is_floating_point"})
 _READ: list[Any] = [
     each.__get__  # pyright: ignore[reportAttributeAccessIssue]

@@ -36,7 +36,9 @@ from longshore.transfer import allocate_pinned, part_of
 from longshore.units import WrapPolicy, units_of
 
 _ALIGNMENT_BYTES = 256
+
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
 _Replicator = grad_scaler._MultiDeviceReplicator
 
 

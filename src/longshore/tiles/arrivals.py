@@ -29,11 +29,12 @@ from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
-from longshore.tiles.tile import Entry, Parcel, Segment, Tile, Waiting
+from longshore.tiles.tile import Arrival, Parcel, Segment, Tile, Waiting
 from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
 
 Accumulate = Literal["auto", "device", "host"]
+
 _SUM_BYTES = torch.float32.itemsize
 
 
@@ -207,7 +208,7 @@ class _Addition:
 
     tile: Tile
     segment: Segment
-    entry: Entry
+    entry: Arrival
     window: int
     withdrawn: bool = False
     copied: Copy | None = None
@@ -265,7 +266,7 @@ class Arrivals:
         """
         self.count(tile, segment)
         if segment.arrivals > 1:
-            self._queue_addition(tile, segment, Entry(segment.place, segment.layout, gradient, ready))
+            self._queue_addition(tile, segment, Arrival(segment.place, segment.layout, gradient, ready))
         else:
             self.copy(tile, segment, gradient, ready)
 
@@ -277,7 +278,7 @@ class Arrivals:
 
     def copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Sequence[Mark]) -> None:
         """Copy all that has arrived of a segment so far: its first gradient, or the float32 sum of several."""
-        entry = Entry(segment.place, segment.layout, gradient, ready)
+        entry = Arrival(segment.place, segment.layout, gradient, ready)
         slot = tile.slot_for(gradient)
         if slot is None and tile.slot is not None:  # there is no pinned memory for sums
             total = self._have_sums(tile)[0, segment.layout.in_buffer]
@@ -292,32 +293,32 @@ class Arrivals:
             segment.gradient = slot.view(tile.dtype_in(slot), entry.segment)
         segment.summed = slot is not None and slot is tile.sum_slot
 
-    def _parcel(self, tile: Tile, entry: Entry) -> Parcel:
+    def _parcel(self, tile: Tile, entry: Arrival) -> Parcel:
         """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
         if tile.parcel is None or not tile.parcel.add(entry):
             tile.parcel = Parcel(tile.small_expected, self._waiting, partial(self._copy_run, tile))
             tile.parcel.add(entry)
         return tile.parcel
 
-    def _copy(self, tile: Tile, entry: Entry, slot: Slot | None) -> Copy:
+    def _copy(self, tile: Tile, entry: Arrival, slot: Slot | None) -> Copy:
         into = after = None
         if slot is not None:
             into, after = slot.view(tile.dtype_in(slot), entry.segment), slot.last_publish
         return self._stage(tile, entry, into, after)
 
-    def _stage(self, tile: Tile, entry: Entry, into: Tensor | None, after: Copy | None) -> Copy:
+    def _stage(self, tile: Tile, entry: Arrival, into: Tensor | None, after: Copy | None) -> Copy:
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         handle = self._streams.stage(entry.gradient, into, entry.ready, after)
         recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle
 
-    def _copy_run(self, tile: Tile, run: Sequence[Entry]) -> list[Copy]:
+    def _copy_run(self, tile: Tile, run: Sequence[Arrival]) -> list[Copy]:
         """Copy gradients of neighbors, and sums."""
         alike = itertools.groupby(run, lambda entry: tile.slot_for(entry.gradient))
         return [copy for slot, entries in alike if slot is not None for copy in self._together(tile, slot, [*entries])]
 
-    def _together(self, tile: Tile, slot: Slot, run: Sequence[Entry]) -> list[Copy]:
+    def _together(self, tile: Tile, slot: Slot, run: Sequence[Arrival]) -> list[Copy]:
         """Copy neighbors together, if the device has memory to gather them."""
         if len(run) == 1:
             return [self._copy(tile, run[0], slot)]
@@ -342,7 +343,7 @@ class Arrivals:
             tile.sums = sums
         return tile.sums
 
-    def _queue_addition(self, tile: Tile, segment: Segment, entry: Entry) -> None:
+    def _queue_addition(self, tile: Tile, segment: Segment, entry: Arrival) -> None:
         self._have_sums(tile)
         segment.adding = True
         addition = _Addition(tile, segment, entry, tile.window)

@@ -29,6 +29,7 @@ from longshore.transfer.runner import JobRunner
 
 SpeculationMemory = int | str
 """Argument of :func:`longshore.byte_sizes.parse_memory_budget`; 100 % is the memory of a spare for every tile."""
+
 _AUTO_PART = 4
 _MEMORY = 0.75
 """Weight of all earlier verdicts against the last one: about four windows count."""

@@ -38,6 +38,7 @@ from longshore.transfer.runner import runner_for
 
 _SUM_SLOTS_STAY = 2
 """Number of steps without a sum after which memory for sums from the device is given back."""
+
 Active = list[tuple[Segment, ParameterStep]]
 """The segments of a tile that have a gradient, with the steps of their parameters."""
 

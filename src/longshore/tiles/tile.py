@@ -31,11 +31,12 @@ from longshore.transfer import Copy, wait_for_all
 
 MASTER = "master"
 """Name of the first array of every buffer."""
+
 GRADIENT = "gradient"
 """Name of the window's gradient of a parameter where the arrays of its state are read and written by name."""
 
 
-class Entry(NamedTuple):
+class Arrival(NamedTuple):
     """A gradient that has arrived: its segment, which is at this place of its tile, and the position from which on the
     gradient is valid (see ``CopyStreams.mark``)."""
 
@@ -86,13 +87,13 @@ class Parcel(Copy):
         start: starts the copies of entries that are neighbors in the tile's buffer.
     """
 
-    def __init__(self, size: int, waiting: Waiting, start: Callable[[Sequence[Entry]], list[Copy]]) -> None:
+    def __init__(self, size: int, waiting: Waiting, start: Callable[[Sequence[Arrival]], list[Copy]]) -> None:
         self._size = size
         self._waiting = waiting
         self._start = start
         # The thread that brings gradients adds, and the worker waits.
         self._lock = threading.Lock()
-        self._entries: list[Entry] = []
+        self._entries: list[Arrival] = []
         self._copies: list[Copy] | None = None
         self._failure: Exception | None = None
         waiting.opened(self)
@@ -101,7 +102,7 @@ class Parcel(Copy):
     def begun(self) -> bool:
         return self._copies is not None
 
-    def add(self, entry: Entry) -> bool:
+    def add(self, entry: Arrival) -> bool:
         """Add a gradient, unless the copies have begun; return whether it was added."""
         with self._lock:
             if self._copies is not None:

@@ -1,4 +1,4 @@
-"""Copies between device and host: handles, streams in one direction, and the two of a memory in which state rests."""
+"""Asynchronous copies between device and host: real ones, simulated ones, none; memory for them, and job threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies between device and host: handles, streams in one direction, and the two of a memory in which state rests.
+"""Base classes of copies: the handle ``Copy``, ``CopyStream`` in one direction, and ``CopyStreams``, the two of a
+memory in which state rests.
 
 The handle of an asynchronous copy keeps the source and the target until the copy is done (law 9), whatever the caller
 does with its own references. The caller can therefore drop a gradient at once, and a buffer is reused only by a copy
