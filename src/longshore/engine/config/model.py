@@ -433,7 +433,7 @@ class Config(FrozenModel):
 
         Raises:
             ConfigError: the numbers do not multiply out; the message names the one of the three to change, and its
-            value.
+                value.
             ValueError: ``world_size`` is not a number of ranks.
         """
         check_world_size(world_size)
