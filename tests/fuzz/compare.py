@@ -139,6 +139,8 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
             return None
         if not all(refused):
             return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
+        if failure is not None and ours.streams and _in_backward(failure):
+            _end_backwards()
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
                 return Finding(f"no recovery: {_words(again)}", place, f"after {_words(failure)}")
