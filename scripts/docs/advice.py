@@ -229,7 +229,7 @@ SECTIONS = (
     ),
     Section(
         "Values, and activation checkpointing",
-        "`longshore.utils` and `longshore.checkpointing`.",
+        "`longshore.utils`, `longshore.gather` and `longshore.checkpointing`.",
         ("engine/access.py", "engine/activation_checkpointing.py", "compat/activation_checkpointing.py"),
         "Change what it names so that it is as the message says.",
     ),

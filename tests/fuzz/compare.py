@@ -122,6 +122,8 @@ def _run(program: Sequence[str], compare_states: bool, folder: Path) -> Outcome:
 def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
     outcome.hooks_write |= "clamping" in statement
     failure = _raised_by(statement, ours)
+    if failure is not None and ours.streams and _in_backward(failure):
+        _end_backwards()
     failed = gathered(failure is not None)
     refused = gathered(None if failure is None else refusal_of(failure, ours.kind, outcome.uneven))
     apart = outcome.uneven
@@ -139,8 +141,6 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
             return None
         if not all(refused):
             return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
-        if failure is not None and ours.streams and _in_backward(failure):
-            _end_backwards()
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
                 return Finding(f"no recovery: {_words(again)}", place, f"after {_words(failure)}")
@@ -161,7 +161,6 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
     if failure is not None and ours.streams and _in_backward(failure):
         # Which gradients a backward that raised has brought to the host by then, and whose hooks, only time says.
-        _end_backwards()
         for world in (ours, plain):
             _raised_by(_RECOVERY, world)
             world.count_anew()

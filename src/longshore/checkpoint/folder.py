@@ -535,7 +535,7 @@ def check_not_others(root: Path, tag: str | None) -> None:
         tag: the checkpoint's tag; None: whichever is there.
     """
     check_not_deepspeeds(root, tag)
-    for path in [root, *_others_folders(root)] if tag is None else [root / tag]:
+    for path in [root, *_folders_of_others(root)] if tag is None else [root / tag]:
         if _is_torchs(path):
             raise CheckpointError(
                 f"{path} was written by torch.distributed.checkpoint: load it with its own load(), into "
@@ -579,7 +579,7 @@ def check_not_deepspeeds(root: Path, tag: str | None) -> None:
         )
 
 
-def _others_folders(root: Path) -> list[Path]:
+def _folders_of_others(root: Path) -> list[Path]:
     """Return the folders in ``root``; none if one of them is a checkpoint of longshore's."""
     try:
         found = sorted(path for path in root.iterdir() if path.is_dir())

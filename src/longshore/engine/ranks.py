@@ -398,7 +398,7 @@ def join(
     """Join the other ranks, whichever launcher started this process.
 
     A process group that is already initialised is used, and is not destroyed here. Otherwise the variables of torchrun,
-    Open MPI, PMI or Slurm identify this rank (:mod:`longshore.engine.ranks`); without any, this is the only rank, and
+    Open MPI, PMI or Slurm identify this rank (:func:`detect`); without any, this is the only rank, and
     no process group is made.
 
     Args:

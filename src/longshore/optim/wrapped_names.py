@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 _COMPILED_AND_SHARDED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts that are nobody else's: torch.compile's, activation checkpointing's and FSDP's."""

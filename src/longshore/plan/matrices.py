@@ -65,7 +65,7 @@ def operations_of(matrix: Matrix) -> int:
 
 
 def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
-    """Return the operations of :func:`longshore.kernels.reference` in its products, two for each multiplication."""
+    """Return the operations of :func:`longshore.kernels.newton_schulz` in its products, two for each multiplication."""
     short, long = sorted((rows, columns))
     # The Gram matrix, its square, and the product of their polynomial with the matrix.
     return steps * (4 * short * short * long + 2 * short**3)
