@@ -144,9 +144,9 @@ if TYPE_CHECKING:
     from longshore.layout.layout import Bucket as Bucket
     from longshore.layout.layout import Layout as Layout
     from longshore.layout.layout import division_of as division_of
-    from longshore.layout.memory import PIPELINE_DEPTH as PIPELINE_DEPTH
     from longshore.layout.memory import HomeLayout as HomeLayout
     from longshore.layout.memory import Spares as Spares
+    from longshore.layout.tiles import Home as Home
     from longshore.layout.tiles import MatrixLayout as MatrixLayout
     from longshore.layout.tiles import Spec as Spec
     from longshore.layout.tiles import TileRun as TileRun
@@ -277,8 +277,8 @@ HOMES = {
     "longshore.layout.boxes": "Box",
     "longshore.layout.formats": "StateFormat parse_state_format",
     "longshore.layout.layout": "Bucket Layout division_of",
-    "longshore.layout.memory": "HomeLayout PIPELINE_DEPTH Spares",
-    "longshore.layout.tiles": "MatrixLayout Spec TileRun default_tile_numel runs_by_home",
+    "longshore.layout.memory": "HomeLayout Spares",
+    "longshore.layout.tiles": "Home MatrixLayout Spec TileRun default_tile_numel runs_by_home",
     "longshore.machine": "available_bytes start text_of usable_cpus",
     "longshore.machine.binding": "RankBinding RankDevice binding_wanted plan_ranks unbound",
     "longshore.optim.other_optimizers": "IN_PLACE_OF check_no_own_step is_accelerates_mapping stands_for steps_as",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longshore.kernels import UNSCALED, HostKernels
 from longshore.layout.formats import Coding, StateFormat
 from longshore.layout.memory import HomeLayout, Spares
-from longshore.layout.tiles import DimRange, MatrixLayout, Spec, runs_by_home
+from longshore.layout.tiles import DimRange, Home, MatrixLayout, Spec, runs_by_home
 from longshore.optim.rules.adam import AdamRule
 from longshore.tiles import ParameterStep, TierSettings, Tiles
 from longshore.transfer import CopyStreams, SimulatedTransfer
@@ -41,7 +41,7 @@ def test_a_store_allocates_what_is_counted(
     arrives_as = None if gradient_dtype is None else torch.float32
     streams = SimulatedTransfer(0) if staged else CopyStreams()
     hold = hold or arrivals > 1 or staged  # without, gradients come in the step, and only one
-    store = Tiles(TierSettings(streams, HostKernels(threads=1), tile_numel, hold), arrives_as)
+    store = Tiles([TierSettings(streams, HostKernels(threads=1), tile_numel, hold)], arrives_as)
     store.set_states(AdamRule.states)
     store.add(specs)
     values = {spec.key: torch.zeros(spec.numel, dtype=spec.dtype) for spec in specs}
@@ -51,9 +51,9 @@ def test_a_store_allocates_what_is_counted(
         for spec in specs:
             store.arrive(spec.key, torch.ones(spec.numel, dtype=arrives_as or spec.dtype))
     store.settle()
-    homes = runs_by_home(specs, 1.0, tile_numel, tile_numel)
-    assert not homes.matrices and not homes.device
-    home = HomeLayout(tuple(homes.host), 3, 2, arrives_as, staged, staged, own_masters=False)
+    runs = runs_by_home(specs, 1.0, {Home.HOST: tile_numel})
+    assert not any(run.of_matrix for run in runs)
+    home = HomeLayout(Home.HOST, tuple(runs), 3, 2, arrives_as, staged, staged, own_masters=False)
     assert home.tiles == len(store.tiles)
     assert store.host_bytes() == home.memory(arrivals)
     rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, decoupled=True, step=1)
@@ -66,8 +66,8 @@ BUDGETS = [(0, 0), (-5, 0), (16 * 14 - 1, 0), (16 * 14, 1), (16 * 14 * 3, 3), (1
 
 @pytest.mark.parametrize(("budget", "tiles"), BUDGETS)
 def test_the_last_tiles_have_spares(budget: int, tiles: int) -> None:
-    (run,) = runs_by_home([Spec(0, 64, torch.bfloat16)], 1.0, 16, 16).host
-    home = HomeLayout((run,), 3, 2, None, staged=True, publishes=True, own_masters=False)
+    (run,) = runs_by_home([Spec(0, 64, torch.bfloat16)], 1.0, {Home.HOST: 16})
+    home = HomeLayout(Home.HOST, (run,), 3, 2, None, staged=True, publishes=True, own_masters=False)
     asked: list[tuple[int, int]] = []
 
     def budget_of(most: int, taken: int) -> int:
@@ -80,8 +80,8 @@ def test_the_last_tiles_have_spares(budget: int, tiles: int) -> None:
 
 def test_matrices_have_the_first_of_the_memory() -> None:
     matrix = MatrixLayout(8, 4, (DimRange(0, 0, 8),)).whole(0)
-    homes = runs_by_home([Spec(0, 32, torch.bfloat16, matrix=matrix), Spec(1, 32, torch.bfloat16)], 1.0, 16, 16)
-    home = HomeLayout((*homes.host, *homes.matrices), 3, 2, None, staged=True, publishes=True, own_masters=False)
+    runs = runs_by_home([Spec(0, 32, torch.bfloat16, matrix=matrix), Spec(1, 32, torch.bfloat16)], 1.0, {Home.HOST: 16})
+    home = HomeLayout(Home.HOST, tuple(runs), 3, 2, None, staged=True, publishes=True, own_masters=False)
     of_matrix, of_other = 16 * 8 + 64, 16 * 12 + 64
     for memory, expected in (
         (of_matrix, Spares(1, 0, of_matrix)),

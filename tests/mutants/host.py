@@ -378,8 +378,8 @@ MUTANTS = [
     Mutant(
         "one tile more is under way than there are slots",
         "InPlace.run",
-        "for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):",
-        "for move, place in commit_moves(len(remaining), PIPELINE_DEPTH + 1):",
+        "for move, place in commit_moves(len(remaining)):",
+        "for move, place in commit_moves(len(remaining), 5):",
         (STORE,),
     ),
     Mutant(

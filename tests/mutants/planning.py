@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "the last of equal choices is recommended",
         "_best",
-        "best = min(good, key=lambda choice: (choice.offload != 'none', bool(choice.speculation), choice.ratio < 1))",
+        "best = min(good, key=lambda choice: (choice.offloads, bool(choice.speculation), choice.ratio < 1))",
         "best = good[-1]",
         (PLANNER,),
     ),
@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "small matrices are planned to share tiles with others",
         "runs_by_home",
-        "plain = [spec for spec in entries if spec.matrix is None]",
-        "plain = entries",
+        "rest = [spec for spec in entries if spec.matrix is None]",
+        "rest = entries",
         (PLAN_MEMORY,),
     ),
     Mutant(
@@ -169,8 +169,8 @@ MUTANTS = [
     Mutant(
         "a part on the device is planned to be stepped in float32",
         "_Step._commit",
-        "device.pass_bytes(run)",
-        "8 * device.arrays * run.numel",
+        "home.pass_bytes(run)",
+        "8 * home.arrays * run.numel",
         (f"{PLAN_STATES}::test_a_part_on_the_device_is_stepped_by_its_format",),
     ),
     Mutant(

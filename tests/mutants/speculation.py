@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "what comes first goes to the host",
         "Tiles.add",
-        "if self.on_device is not None:",
-        "if self.on_device is not None:\n    homes = homes._replace(device=homes.host, host=homes.device)",
+        "tier_of = {tier.home: tier for tier in self.tiers}",
+        "tier_of = {tier.home: other for tier, other in zip(self.tiers, reversed(self.tiers))}",
         (SPLIT,),
     ),
     Mutant(

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         "the step does not compare parameters with their masters",
         "Tier.__init__",
-        "self._outputs = Outputs.COMPARED if detect_writes and (not streams.publishes) else Outputs.WRITTEN",
+        "self._outputs = Outputs.COMPARED if settings.detect_writes and (not streams.publishes) else Outputs.WRITTEN",
         "self._outputs = Outputs.WRITTEN",
         (UNSEEN_WRITES,),
     ),

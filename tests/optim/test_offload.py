@@ -13,7 +13,7 @@ from torch import nn
 
 import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
-from longshore.layout.tiles import Spec
+from longshore.layout.tiles import Home, Spec
 from longshore.optim import Offload
 from longshore.tiles import MASTER, TierSettings, Tiles
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
@@ -115,11 +115,12 @@ def test_a_failed_addition_on_the_device_is_told_at_the_step(
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> None:
+def test_buffers_are_where_the_kernels_step_and_counted_at_home() -> None:
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = Tiles(TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False))
+    settings = TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False, home=Home.DEVICE)
+    store = Tiles([settings])
     store.add([Spec(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles

@@ -21,7 +21,7 @@ NUMELS = {3: 40, 5: 0, 7: 1, 8: 100}
 
 @pytest.fixture
 def store() -> Store:
-    store = Store(Tiles(TierSettings(CopyStreams(), HostKernels(threads=1), 16, hold_gradients=True)))
+    store = Store(Tiles([TierSettings(CopyStreams(), HostKernels(threads=1), 16, hold_gradients=True)]))
     store.add_parameters(Spec(index, numel, torch.float32) for index, numel in NUMELS.items())
     return store
 

@@ -373,7 +373,7 @@ def test_slots_fit_tiles_that_come_later(
     training = train(SimulatedTransfer(0, 0.001), numels=(16, numel), dtypes=(BF16,), tile_numel=100)
     training.store.close()
     settings = TierSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
-    store = training.store = Tiles(settings)
+    store = training.store = Tiles([settings])
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add([Spec(0, 16, BF16)])
     store.adopt(0, training.parameters[0], keep_matching=False)

@@ -99,7 +99,7 @@ def test_squares_are_added_in_the_order_of_the_parameters(
 ) -> None:
     """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
     values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
-    store = Tiles(TierSettings(CopyStreams(), kernels, 40, hold_gradients=True))
+    store = Tiles([TierSettings(CopyStreams(), kernels, 40, hold_gradients=True)])
     store.add(Spec(index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
     monkeypatch.setattr(store.tier.speculator, "known_squares", lambda scale: blocks)

@@ -51,7 +51,7 @@ class Training:
         self.transfer = transfer
         self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = Tiles(TierSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
+        self.store = Tiles([TierSettings(transfer, HostKernels(threads=2), tile_numel, hold)], gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = device_type() if isinstance(transfer, DeviceStreams) else "cpu"
@@ -653,7 +653,7 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 
 def test_buffers_come_with_the_first_values() -> None:
-    store = Tiles(TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
+    store = Tiles([TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False)])
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add([Spec(0, 16, BF16), Spec(1, 16, BF16)])
     assert store.host_bytes()["state"] == 0

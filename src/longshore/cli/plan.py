@@ -175,7 +175,7 @@ class PlanSettings(CommandSettings):
 
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
         """Return whether to plan ``choice``. Without GPUs ``offload`` is ignored, since there is only one memory."""
-        is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
+        is_place = self.offload is None or not machine.staged or choice.offloads == self.offload
         rests = self.stream is None or not machine.staged or choice.streams == self.stream
         return is_place and rests and self.stage in (None, choice.stage)
 

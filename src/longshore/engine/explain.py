@@ -200,7 +200,7 @@ def explain(
         rank=ranks.rank,
         world_size=ranks.world_size,
         offload=config.offload_device,
-        ratio=1.0 if tiles.on_device is None else config.offload_ratio,
+        ratio=config.offload_ratio if len(tiles.tiers) > 1 else 1.0,
         offloaded_share=_offloaded_share(tiles),
         buckets=tuple(buckets),
         tiles=len(tiles),
@@ -227,6 +227,5 @@ def _states_by_format(records: Iterable[ParameterRecord]) -> dict[str, FormatCou
 
 def _offloaded_share(tiles: Tiles) -> float:
     """Return the share of the elements that do not stay on the device for ``ratio``; 1.0 without elements."""
-    stays = [] if tiles.on_device is None else tiles.on_device.tiles
-    kept, whole = (sum(tile.layout.numel for tile in among) for among in (stays, tiles))
-    return (whole - kept) / whole if whole > 0 else 1.0
+    left, whole = (sum(tile.layout.numel for tile in among) for among in (tiles.tier.tiles, tiles))
+    return left / whole if whole > 0 else 1.0

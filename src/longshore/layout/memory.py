@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.layout.tiles import TileRun, padded_bytes
+from longshore.layout.tiles import Home, TileRun, padded_bytes
 
 LANDING_SLOTS = 2
 """While the host adds a later gradient from one slot, the next one is copied to the other."""
@@ -35,6 +35,7 @@ class HomeLayout:
     """Tiles that rest in one memory, and how.
 
     Attributes:
+        home: the memory.
         runs: the tiles, in their order.
         arrays: arrays of each buffer, with the master.
         matrix_arrays: arrays of each buffer of a matrix.
@@ -44,6 +45,7 @@ class HomeLayout:
         own_masters: whether float32 parameters are their own masters.
     """
 
+    home: Home
     runs: tuple[TileRun, ...]
     arrays: int
     matrix_arrays: int

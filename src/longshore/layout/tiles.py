@@ -10,8 +10,9 @@ cache line and streaming stores find whole lines. The gaps are never read or wri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from longshore.layout.formats import FLOAT32_STATES, Coding, StateFormat
@@ -47,6 +48,30 @@ def default_tile_numel(staged: bool, threads: int) -> int:
     least = _LEAST_TILE if staged else _LEAST_TILE_IN_PLACE
     wanted = 1 << (threads * _TILE_OF_A_THREAD - 1).bit_length()  # the next power of two
     return min(max(least, wanted), _LARGEST_TILE)
+
+
+class Home(Enum):
+    """A memory in which tiles rest, and are stepped."""
+
+    DEVICE = "device"
+    """The memory of the device on which parameters compute."""
+    HOST = "host"
+
+    @classmethod
+    def of(cls, offloads: bool, ratio: float, staged: bool) -> tuple[Home, ...]:
+        """Return the homes of an optimizer's tiles, in the order in which these are stepped: those that take the device
+        come before those that take the host. The last one has the matrices, and all that the others leave.
+
+        Args:
+            offloads: whether the state is offloaded from the parameters' device.
+            ratio: the share of it that is.
+            staged: whether that device has memory of its own.
+        """
+        if not staged:
+            return (cls.HOST,)
+        if not offloads:
+            return (cls.DEVICE,)
+        return (cls.HOST,) if ratio == 1.0 else (cls.DEVICE, cls.HOST)
 
 
 class DimRange(NamedTuple):
@@ -211,7 +236,7 @@ def align(numel: int, unit: int = 1) -> int:
 
 @dataclass(frozen=True)
 class TileRun:
-    """Consecutive tiles of one size, of one dtype, and of one format of states."""
+    """Consecutive tiles of one size, of one dtype, of one format of states, and in one memory."""
 
     tiles: int
     numel: int
@@ -221,8 +246,10 @@ class TileRun:
     """Segments of the first tile; from tile to tile, their ``parameter_offset`` grows by ``numel``."""
     dtype: torch.dtype
     format: StateFormat
+    home: Home = Home.HOST
     of_matrix: bool = False
-    """Whether they are the tiles of a matrix, which shares none with other parameters."""
+    """Whether they are the tiles of a matrix, which shares none with other parameters. It is stepped in two passes,
+    with a transformation of the whole between them."""
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -311,29 +338,32 @@ def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
     return kept_numels
 
 
-class Homes(NamedTuple):
-    """Tiles by where they rest and by how they are stepped."""
+def runs_by_home(specs: Iterable[Spec], ratio: float, tile_numels: Mapping[Home, int]) -> list[TileRun]:
+    """Return the tiles of parameters: those of matrices first, then those of each home.
 
-    matrices: list[TileRun]
-    """Stepped in two passes, with a transformation of the whole between them; each matrix in tiles of its own."""
-    device: list[TileRun]
-    host: list[TileRun]
+    Args:
+        specs: parameters in the order in which they are laid out.
+        ratio: the share of the elements, apart from matrices, that rest in the last home. The first ones rest in the
+            one before; one parameter may be divided between both.
+        tile_numels: elements of a tile in each home, in the order of :meth:`Home.of`.
 
-
-def runs_by_home(specs: Iterable[Spec], ratio: float, tile_numel: int, device_tile_numel: int) -> Homes:
-    """Return the tiles in which parameters rest if ``ratio`` of the elements of those that are no matrices are on the
-    host. One of them may be divided. Errors are those of :func:`tile_runs`."""
+    Raises:
+        ValueError: see :func:`tile_runs`.
+    """
     entries = list(specs)
-    matrices = [spec for spec in entries if spec.matrix is not None]
-    plain = [spec for spec in entries if spec.matrix is None]
-    kept = kept_on_device([spec.numel for spec in plain], ratio)
-    device = [spec.part(0, numel) for spec, numel in zip(plain, kept, strict=True)]
-    host = [spec.part(numel, spec.numel - numel) for spec, numel in zip(plain, kept, strict=True)]
-    return Homes(
-        [replace(run, of_matrix=True) for spec in matrices for run in tile_runs([spec], tile_numel)],
-        list(tile_runs(device, device_tile_numel)),
-        list(tile_runs(host, tile_numel)),
-    )
+    *others, last = tile_numels
+    found = [
+        replace(run, home=last, of_matrix=True)
+        for spec in entries if spec.matrix is not None
+        for run in tile_runs([spec], tile_numels[last])
+    ]  # fmt: skip
+    rest = [spec for spec in entries if spec.matrix is None]
+    for home in others:
+        kept = list(zip(rest, kept_on_device([spec.numel for spec in rest], ratio), strict=True))
+        stay = [spec.part(0, numel) for spec, numel in kept]
+        found += [replace(run, home=home) for run in tile_runs(stay, tile_numels[home])]
+        rest = [spec.part(numel, spec.numel - numel) for spec, numel in kept]
+    return found + [replace(run, home=last) for run in tile_runs(rest, tile_numels[last])]
 
 
 def padded_bytes(size: int) -> int:

@@ -13,7 +13,7 @@ from longshore.accelerator import is_accelerator
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import MOST_HOST_THREADS, DeviceKernels, HostKernels, Kernels
 from longshore.layout.formats import Coding, StateFormat, is_seed, parse_state_format, stream_of
-from longshore.layout.tiles import default_tile_numel
+from longshore.layout.tiles import Home, default_tile_numel
 from longshore.optim.shards import first_element, flat, held_part, is_sharded
 from longshore.optim.wrapped_names import unwrapped
 from longshore.store import Store
@@ -241,15 +241,19 @@ class Offload:
                 f"accumulate={self.accumulate!r} is for gradients that are taken in backward, and without "
                 "release_gradients=True they are added in .grad, in its dtype: add it, or leave accumulate out"
             )
-        on_device = None
-        if self.ratio != 1.0 and self.streams_to(device).staged:
-            host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
-            on_device = replace(self, device="none", **host)._tier(device, hold_gradients)
-        ratio = 1.0 if on_device is None else self.ratio
-        return Tiles(self._tier(device, hold_gradients), gradient_dtype, on_device, ratio, values_of, window)
+        tiers = [self._tier(home, device, hold_gradients) for home in self._homes_for(device)]
+        return Tiles(tiers, gradient_dtype, self.ratio, values_of, window)
 
-    def _tier(self, device: torch.device, hold_gradients: bool) -> TierSettings:
+    def _homes_for(self, device: torch.device) -> tuple[Home, ...]:
+        offloads = self.device == "cpu"
+        staged = self.streams_to(device).staged if offloads else device.type != "cpu"
+        return Home.of(offloads, self.ratio, staged)
+
+    def _tier(self, home: Home, device: torch.device, hold_gradients: bool) -> TierSettings:
+        if home is Home.DEVICE and self.device != "none":
+            host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
+            return replace(self, device="none", **host)._tier(home, device, hold_gradients)
         streams, kernels = self.streams_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(streams.staged, kernels.threads)
         ahead, accumulate = self.speculation_memory, self.accumulate
-        return TierSettings(streams, kernels, tile_numel, hold_gradients, ahead, self.detect_writes, accumulate)
+        return TierSettings(streams, kernels, tile_numel, hold_gradients, ahead, self.detect_writes, accumulate, home)

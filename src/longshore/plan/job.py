@@ -114,8 +114,13 @@ class PlanChoice:
         return self.param_device == "cpu"
 
     @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is on the host, though parameters may compute on a device."""
+        return self.offload == "cpu"
+
+    @property
     def title(self) -> str:
-        words = [f"stage {self.stage}", *(["offload"] if self.offload == "cpu" else [])]
+        words = [f"stage {self.stage}", *(["offload"] if self.offloads else [])]
         words += ["streamed"] if self.streams else []
         if self.ratio != 1.0:
             words.append(f"ratio {self.ratio:g}")
@@ -140,7 +145,7 @@ def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
         content["fp16"] = {"enabled": True}
     zero: dict[str, Any] = {"stage": choice.stage, "reduce_bucket_size": job.bucket_numel}
     own: dict[str, Any] = {}
-    if choice.offload == "cpu":
+    if choice.offloads:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if choice.ratio != 1.0:
             zero["offload_optimizer"]["ratio"] = choice.ratio

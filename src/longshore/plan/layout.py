@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +11,7 @@ from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.matrices import MATRIX_ARRAYS, MatrixBatch, batches_of, divided, laid_out_order, matrices_of
 from longshore.seam import (
     Bucket,
+    Home,
     HomeLayout,
     Layout,
     ReductionSettings,
@@ -37,8 +38,7 @@ class RankLayout:
     over_ranks: Layout | None  # of the trainable parameters, by their index among these; None on one rank
     owned: tuple[Spec, ...]  # what the rank steps, in the order of its tiles
     parameter_of: Mapping[int, int]  # trainable parameter, by the keys of ``owned``
-    host: HomeLayout  # tiles that are stepped on the host, matrices first, or all
-    device: HomeLayout  # tiles whose state stays on the device
+    homes: tuple[HomeLayout, ...]  # tiles by where they rest; in the last home those of matrices come first
     batches: tuple[MatrixBatch, ...]  # in which matrices are transformed, in order
     numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
     sums_on_device: bool = False  # several gradients are added there, and their sum is copied in the last backward
@@ -46,12 +46,12 @@ class RankLayout:
     @property
     def speculation(self) -> int | str:
         """Memory for stepping ahead: nothing is stepped ahead if the optimizer's state is on the device."""
-        return self.choice.speculation if self.choice.offload == "cpu" else 0
+        return self.choice.speculation if self.choice.offloads else 0
 
     @property
     def main(self) -> HomeLayout:
         """The tiles on the host or, if all state stays there, on the device."""
-        return self.host if self.choice.offload == "cpu" or not self.staged else self.device
+        return self.homes[-1]
 
     @property
     def transforms_on_host(self) -> bool:
@@ -72,7 +72,7 @@ class RankLayout:
     @property
     def may_add_on_device(self) -> bool:
         """Whether gradients on their way to the host may stay on the device until they are added."""
-        return self.host.may_get_sums(self.arrivals)
+        return self.main.may_get_sums(self.arrivals)
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -100,31 +100,29 @@ def lay_out(
         owned, parameter_of = over_ranks.parts(), {key: each.parameter for key, each in over_ranks.ranges.items()}
     elif over_ranks is not None:
         owned = over_ranks.in_order_of_tiles()
-    moves = staged and choice.offload == "cpu"
-    homes = runs_by_home(
-        owned,
-        choice.ratio if moves else 1.0,
-        job.tile_numel or default_tile_numel(moves, threads),
-        job.tile_numel or default_tile_numel(False, 1),
+    homes = Home.of(choice.offloads, choice.ratio, staged)
+    threads_of = {Home.HOST: threads, Home.DEVICE: 1}
+    numels_of = {home: default_tile_numel(staged and home is Home.HOST, threads_of[home]) for home in homes}
+    runs = runs_by_home(owned, choice.ratio, {home: job.tile_numel or numel for home, numel in numels_of.items()})
+    publishes, speculates = staged and not choice.streams, choice.offloads and bool(choice.speculation)
+    rests = tuple(
+        HomeLayout(
+            home,
+            tuple(run for run in runs if run.home is home),
+            job.state_arrays,
+            MATRIX_ARRAYS,
+            None if ranks == 1 else torch.float32,
+            staged=staged and home is Home.HOST,
+            publishes=publishes,
+            own_masters=not (publishes or speculates),
+        )
+        for home in homes
     )
-    publishes, speculates = staged and not choice.streams, choice.offload == "cpu" and bool(choice.speculation)
-    host = HomeLayout(
-        (*homes.matrices, *homes.host),
-        job.state_arrays,
-        MATRIX_ARRAYS,
-        None if ranks == 1 else torch.float32,
-        staged=moves,
-        publishes=publishes,
-        own_masters=not (publishes or speculates),
-    )
-    device = replace(host, runs=tuple(homes.device), staged=False)
-    if staged and choice.offload == "none":
-        host, device = replace(host, runs=()), host
     numels = [each.numel for each in model.trainable]
     if over_ranks is not None and choice.stage == 3:
         numels = [sum(each.numel for each in over_ranks.owned(index)) for index in range(len(numels))]
     return RankLayout(
-        model, job, choice, ranks, rank, staged, over_ranks, tuple(owned), parameter_of, host, device,
+        model, job, choice, ranks, rank, staged, over_ranks, tuple(owned), parameter_of, rests,
         tuple(_batches(model, job, ranks, owned, over_ranks)), tuple(numels),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from longshore.plan.job import Job, PlannedModel, by_unit, parameter_bytes
 from longshore.plan.layout import RankLayout
 from longshore.plan.matrices import staging_bytes, transforming_bytes
-from longshore.seam import DEVICE_SLICE_NUMEL, Spares, speculation_budget
+from longshore.seam import DEVICE_SLICE_NUMEL, Home, Spares, speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28
@@ -36,17 +36,15 @@ class PlannedBytes:
 
 def count_bytes(layout: RankLayout) -> PlannedBytes:
     """Count all bytes of a layout."""
-    choice = layout.choice
     trainable = zip(layout.numels, layout.model.trainable, strict=True)
     parameters = sum(numel * each.dtype.itemsize for numel, each in trainable)
-    offloads = choice.offload == "cpu"
-    arrivals = layout.arrivals
-    host = layout.host.memory(arrivals, spares_of(layout), layout.sums_on_device)
-    device = {"parameters": parameters, "gradients": 0}
-    if layout.staged and (not offloads or choice.ratio != 1.0):
-        _add(device, layout.device.memory(arrivals))
-    (device if layout.main is layout.device else host)["staging"] += staging_bytes(layout.batches)
-    if choice.streams:
+    of_main = layout.main.memory(layout.arrivals, spares_of(layout), layout.sums_on_device)
+    of_main["staging"] += staging_bytes(layout.batches)
+    host, device = dict.fromkeys(of_main, 0), {"parameters": parameters, "gradients": 0}
+    for home in layout.homes:
+        counted = of_main if home is layout.main else home.memory(layout.arrivals)
+        _add(host if home.home is Home.HOST else device, counted)
+    if layout.choice.streams:
         frozen = parameter_bytes([each for each in layout.model.parameters if not each.trainable])
         device = {"parameters": streamed_bytes(layout.model)} if layout.ranks == 1 else {}
         host_estimates = {"frozen": frozen // layout.ranks} if frozen else {}
@@ -77,7 +75,7 @@ def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
 
 def spares_of(layout: RankLayout) -> Spares:
     """Return the spares of the tiles on the host; there are none if the optimizer's state is on the device."""
-    return layout.host.spares(lambda most, taken: speculation_budget(layout.speculation, most, taken))
+    return layout.main.spares(lambda most, taken: speculation_budget(layout.speculation, most, taken))
 
 
 def _estimates(layout: RankLayout) -> dict[str, int]:
@@ -90,7 +88,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
         "buffers and frozen": model.buffer_bytes + parameter_bytes(frozen),
     }
     if layout.sums_on_device:
-        found["sums of gradients"] = _FLOAT_BYTES * sum(run.tiles * run.numel for run in layout.host.runs)
+        found["sums of gradients"] = _FLOAT_BYTES * sum(run.tiles * run.numel for run in layout.main.runs)
     if layout.batches and not layout.transforms_on_host:
         found[_TRANSFORMING] = transforming_bytes(layout.batches, layout.ranks, layout.rank)
     if layout.ranks == 1:
@@ -102,7 +100,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
             sizes, rest = _unit_bytes(model)
             if (more := rest + sum(sorted(sizes)[-2:]) - streamed_bytes(model)) > 0:
                 found["units in another order"] = more
-        elif layout.host.runs:
+        elif layout.main.home is Home.HOST and layout.main.runs:
             found["gradients under way"] = min(_IN_FLIGHT_BYTES, gradients)
         return found
     if layout.reduces_each_backward:
@@ -112,7 +110,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
     else:
         numel = sum(each.numel for each in model.trainable)
         found["gradients of the window"] = gradients if job.accumulation == 1 else _FLOAT_BYTES * numel
-    if layout.choice.offload == "cpu":
+    if layout.choice.offloads:
         # A reduced shard is float32 until it is copied.
         found["reduced, under way"] = 2 * _FLOAT_BYTES * max((bucket.shard_numel for bucket in buckets), default=0)
     itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=0)

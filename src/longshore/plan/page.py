@@ -146,7 +146,7 @@ def _with_state(plan: Plan, candidate: Candidate) -> str:
     """Return the bytes in the memory that has the optimizer's state, and which memory is too small, if one is."""
     host, device = candidate.bytes.host_total, candidate.bytes.device_total
     counted, missing, other = device, candidate.missing_device, "host"
-    if candidate.choice.offload == "cpu":
+    if candidate.choice.offloads:
         counted = host if plan.machine.staged else host + device
         missing, other = candidate.missing_host, "device"
     remark = "" if candidate.fits else ", no room" if missing > 0 else f", {other} full"

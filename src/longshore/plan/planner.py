@@ -154,7 +154,7 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
     candidates = [each for each in candidates if not each.choice.streams] or candidates
     steps = {each.choice: each.times.step_s for each in candidates if each.times is not None}
     good = [choice for choice, step_s in steps.items() if step_s <= (1 + _ALIKE) * min(steps.values())]
-    best = min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))
+    best = min(good, key=lambda choice: (choice.offloads, bool(choice.speculation), choice.ratio < 1))
     return next(each for each in candidates if each.choice == best)
 
 
@@ -168,7 +168,7 @@ class Planner:
 
     def moves(self, choice: PlanChoice) -> bool:
         """Return whether anything is copied between device and host."""
-        return self.machine.staged and choice.offload == "cpu"
+        return self.machine.staged and choice.offloads
 
     def count(self, choice: PlanChoice) -> Candidate:
         """Return the choice with its bytes. By themselves, gradients are added on the device where it has room for all

@@ -26,7 +26,6 @@ from longshore.seam import (
     MATRICES_UNDER_WAY,
     MEASURE,
     NORM,
-    PIPELINE_DEPTH,
     PUBLISH,
     SCHEDULE,
     SLICE_NUMEL,
@@ -112,7 +111,7 @@ class _Step:
         self._gathers = self._sharded and self._stage == 3
         self._streams = machine.staged and layout.choice.streams
         self._there: set[int] = set()  # units that backward finds on the device
-        self._offloads = layout.choice.offload == "cpu"
+        self._offloads = layout.choice.offloads
         self._copies = machine.staged and self._offloads
         self._segments = segments_of(layout.model)
         self._tiles = tile_jobs(layout, self._segments)
@@ -295,16 +294,15 @@ class _Step:
 
     def _commit(self) -> None:
         self._step_matrices()
-        device = self._layout.device
-        if device.runs and self._layout.host.runs:
+        for home in self._layout.homes[:-1]:
             # Gradients and parameters are in 16 bits.
-            num_bytes = sum(run.tiles * (device.pass_bytes(run) + 6 * run.numel) for run in device.runs)
+            num_bytes = sum(run.tiles * (home.pass_bytes(run) + 6 * run.numel) for run in home.runs)
             self._time.run(STEP_ON_DEVICE, "device", self._device_s(num_bytes))
         for tile in self._tiles:
             if tile.ahead:
                 self._publish(tile)
         remaining = [tile for tile in self._tiles if not tile.ahead]
-        for move, index in commit_moves(len(remaining), PIPELINE_DEPTH):
+        for move, index in commit_moves(len(remaining)):
             if move is Move.FINISH:
                 self._time.run(STEP_IN_PLACE, remaining[index].key, self._pass_s(remaining[index].num_bytes))
                 self._publish(remaining[index])

@@ -19,6 +19,7 @@ import torch
 
 from longshore.accelerator import Mark
 from longshore.kernels import Buffer, TileSegment
+from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.transfer import Copy
 
 ARRIVE = "arrive"
@@ -236,7 +237,7 @@ class Move(Enum):
     FINISH = "step it, and publish it"
 
 
-def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
+def commit_moves(count: int, depth: int = PIPELINE_DEPTH) -> Iterator[tuple[Move, int]]:
     """Yield the moves of a commit, with each tile's index; at most ``depth`` tiles are filled and not finished."""
     for place in range(count):
         if place >= depth:

@@ -30,7 +30,6 @@ from longshore.kernels import (
     float32_arrays,
     master_of,
 )
-from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.tiles.events import Move, commit_moves
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, Matrix, MatrixExchange
 from longshore.tiles.memory import Slot
@@ -137,7 +136,7 @@ class MatrixSteps:
                 elif part.ahead is not None:
                     pieces[work.matrix.parameter][part.in_piece] = part.ahead
         todo = [(work.matrix, part) for work in works for part in work.parts if part.ahead is None]
-        for move, place in commit_moves(len(todo), PIPELINE_DEPTH):
+        for move, place in commit_moves(len(todo)):
             matrix, part = todo[place]
             if move is Move.FILL:
                 self._tier.fill(part.tile, [(part.segment, part.step)], self._ready)
@@ -226,7 +225,7 @@ class InPlace:
         """
         ready = self._begin()
         remaining = [entry for entry in self._others if not self._take_stepped(*entry)]
-        for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
+        for move, place in commit_moves(len(remaining)):
             if move is Move.FILL:
                 self._tier.fill(*remaining[place], ready)
             else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.accelerator import Mark
 from longshore.kernels import HostKernels, Kernels, Outputs, Scale
 from longshore.layout.memory import PIPELINE_DEPTH
-from longshore.layout.tiles import MatrixRange, padded_bytes
+from longshore.layout.tiles import Home, MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
 from longshore.tiles.events import NO_RECORDER, PUBLISH, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
@@ -65,6 +65,7 @@ class TierSettings(NamedTuple):
     """Whether the step compares parameters in the tier's own memory with their rounded masters (law 10)."""
     accumulate: Accumulate = "host"
     """Where several gradients of a window are added."""
+    home: Home = Home.HOST
 
 
 class Tier:
@@ -81,12 +82,13 @@ class Tier:
     """
 
     def __init__(self, settings: TierSettings, pending_reads: PendingReads) -> None:
-        streams, kernels, tile_numel, self.hold_gradients, speculation_memory, detect_writes, accumulate = settings
+        self.home = settings.home
+        self.hold_gradients = settings.hold_gradients
+        streams, kernels, tile_numel = settings.streams, settings.kernels, settings.tile_numel
         assert not streams.staged or kernels.device.type == "cpu"
         self.streams = streams
         self.kernels = kernels
-        self._outputs = Outputs.COMPARED if detect_writes and not streams.publishes else Outputs.WRITTEN
-        self.on_host = kernels.device.type == "cpu"
+        self._outputs = Outputs.COMPARED if settings.detect_writes and not streams.publishes else Outputs.WRITTEN
         self.tile_numel = tile_numel
         # Grow with parameters.
         self.elementwise = ArrayNames((MASTER,))
@@ -103,10 +105,10 @@ class Tier:
         self.worker = runner_for(kernels.asynchronous, max(4 * 4 * tile_numel, 1 << 24), streams.begin_job)
         """Runner of the jobs that add later arrivals and step ahead."""
         self.arrivals = Arrivals(streams, kernels, self.sums, self.worker)
-        self.device_sums = DeviceSums(streams, accumulate if self.hold_gradients else "host")
+        self.device_sums = DeviceSums(streams, settings.accumulate if self.hold_gradients else "host")
         self._without_sums = 0
         """Number of steps since a window had several gradients of a parameter."""
-        ahead = speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
+        ahead = settings.speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
         self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""

@@ -6,6 +6,7 @@ They know elements under a number, the key of a range, as flat tensors; stores k
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import warnings
@@ -28,7 +29,7 @@ from longshore.kernels import (
 )
 from longshore.kernels.base import DTYPE_CODES
 from longshore.layout.formats import NEVER_NEGATIVE, Coding
-from longshore.layout.tiles import NORM_BLOCK_NUMEL, Homes, Spec, TileRun, runs_by_home
+from longshore.layout.tiles import NORM_BLOCK_NUMEL, Home, Spec, TileRun, runs_by_home
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
@@ -56,12 +57,11 @@ class Tiles:
     "Parameter" stands here for the elements under one key: a parameter, or the range of one that this process steps.
 
     Args:
-        settings: settings of the tier that keeps the state.
+        tiers: settings of the tiers, in the order in which they step. The last one takes matrices, and all that others
+            leave; the one before it takes the first parameters. Their gradients come last, when little of backward is
+            left to overlap with a copy or a step. One parameter may be divided over both tiers.
         gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
-        on_device: settings of a tier on the device for the first parameters that are no matrices. Their gradients
-            come last, when little of backward is left to overlap with a copy or a step. One parameter may be divided
-            over both tiers.
-        ratio: share of the elements, apart from matrices, whose state is kept by the tier of ``settings``.
+        ratio: share of the elements, apart from matrices, whose state the last tier keeps.
         values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
             master where it is stepped in place.
         window: is told if a gradient does not arrive; None: one of its own.
@@ -69,31 +69,28 @@ class Tiles:
 
     def __init__(
         self,
-        settings: TierSettings,
+        tiers: Sequence[TierSettings],
         gradient_dtype: torch.dtype | None = None,
-        on_device: TierSettings | None = None,
         ratio: float = 1.0,
         values_of: Callable[[int], Tensor] | None = None,
         window: Window | None = None,
     ) -> None:
         # Fixed.
         self.window = Window() if window is None else window
-        self._settings = settings
         self._gradient_dtype = gradient_dtype
         self._ratio = ratio
         self._values_of = values_of
-        self.streams = settings.streams
-        self.kernels = settings.kernels
+        self._settings = tiers[-1]
+        self.streams = self._settings.streams
+        self.kernels = self._settings.kernels
         # Grow with parameters.
         self.tiles: list[Tile] = []
         self._pending_reads = PendingReads()
-        self.tier = Tier(settings, self._pending_reads)
-        """The tier of all parameters but those that ``on_device`` has."""
-        self.on_device = None if on_device is None else Tier(on_device, self._pending_reads)
-        self.tiers = (self.tier,) if self.on_device is None else (self.on_device, self.tier)
-        """All tiers, in the order in which they step: what takes the device comes before what takes the host."""
+        self.tiers = tuple(Tier(settings, self._pending_reads) for settings in tiers)
+        self.tier = self.tiers[-1]
+        """The tier of all parameters but those that another one has."""
         self.recorder: Recorder = NO_RECORDER
-        """Receives events of the tiers of ``settings``; a device profiler shows the kernels of the other one."""
+        """Receives events of the last tier; a device profiler shows the kernels of the other one."""
         self.recorders: tuple[Recorder, ...] = ()
         # Changes when a commit, or the loading of a checkpoint, ends half way.
         self.broken: Breakage | None = None
@@ -158,20 +155,24 @@ class Tiles:
         added = list(specs)
         for tier in self.tiers:
             tier.parts.update((spec.key, []) for spec in added)
-        device_tile_numel = self.tier.tile_numel if self.on_device is None else self.on_device.tile_numel
-        homes = runs_by_home(added, self._ratio, self.tier.tile_numel, device_tile_numel)
-        codings = {spec.key: spec.coding for spec in added}
         self.tier.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
-        self._add(self.tier, self.tier.of_matrices, homes.matrices, codings)
-        if self.on_device is not None:
-            self._check_share(homes)
-            self._add(self.on_device, self.on_device.elementwise, homes.device, codings)
-        self._add(self.tier, self.tier.elementwise, homes.host, codings)
+        runs = runs_by_home(added, self._ratio, {tier.home: tier.tile_numel for tier in self.tiers})
+        self._check_share(runs)
+        codings = {spec.key: spec.coding for spec in added}
+        tier_of = {tier.home: tier for tier in self.tiers}
+        for (home, of_matrices), alike in itertools.groupby(runs, lambda run: (run.home, run.of_matrix)):
+            tier = tier_of[home]
+            self._add(tier, tier.of_matrices if of_matrices else tier.elementwise, alike, codings)
 
-    def _check_share(self, homes: Homes) -> None:
+    def _check_share(self, runs: Sequence[TileRun]) -> None:
         """Warn if fewer elements stay on the device than a quarter of those that ``ratio`` leaves there."""
-        kept, rest = (sum(run.tiles * run.numel for run in runs) for runs in (homes.device, homes.host))
-        share = kept / (kept + rest) if kept + rest else 1.0
+        if len(self.tiers) == 1:
+            return
+        numel_in = dict.fromkeys(Home, 0)
+        for run in runs:
+            numel_in[run.home] += 0 if run.of_matrix else run.tiles * run.numel
+        whole = sum(numel_in.values())
+        share = numel_in[Home.DEVICE] / whole if whole else 1.0
         if share < (1.0 - self._ratio) / 4:
             warnings.warn(
                 f"ratio={self._ratio:g} leaves {1.0 - self._ratio:.0%} of the optimizer's state on the device, and "
@@ -183,7 +184,7 @@ class Tiles:
 
     def _add(self, tier: Tier, arrays: ArrayNames, runs: Iterable[TileRun], codings: Mapping[int, Coding]) -> None:
         """Make the tiles of ``runs``."""
-        ours = tier.streams is self.streams
+        ours = tier is self.tier
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
         for run in runs:
@@ -212,9 +213,7 @@ class Tiles:
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
             self.recorders = tuple(recorders)
-            for tier in self.tiers:
-                if tier is not self.on_device:
-                    self.recorder = tier.set_recorders(self.recorders)
+            self.recorder = self.tier.set_recorders(self.recorders)
 
     # -- the accumulation window ----------------------------------------------
 
@@ -357,18 +356,18 @@ class Tiles:
 
     def host_bytes(self) -> dict[str, int]:
         """Return the host bytes by kind, which are counted, not measured."""
-        return self._bytes(on_device=False) or dict.fromkeys(self.tier.state_bytes(), 0)
+        return self._bytes(Home.HOST) or dict.fromkeys(self.tier.state_bytes(), 0)
 
     def device_bytes(self) -> dict[str, int]:
         """Return the device bytes by kind, which are counted, not measured; empty if all is on the host."""
-        return self._bytes(on_device=True)
+        return self._bytes(Home.DEVICE)
 
-    def _bytes(self, on_device: bool) -> dict[str, int]:
+    def _bytes(self, home: Home) -> dict[str, int]:
         counted: Counter[str] = Counter()
         for tier in self.tiers:
-            if (tier is self.on_device or not tier.on_host) == on_device:
+            if tier.home is home:
                 counted.update(tier.state_bytes())
-            elif on_device and tier.device_sums:
+            elif home is Home.DEVICE and tier.device_sums:
                 counted.update({"accumulators": tier.device_sums.num_bytes})
         return dict(counted)
 
@@ -515,7 +514,7 @@ class Tiles:
         """Give all memory back, after :meth:`close`. Calls that need states or gradients raise LongshoreError then. The
         parameters stay known; none of them has an element here."""
         self._released, former = True, self.tier
-        self.tier, self.on_device = Tier(self._settings, self._pending_reads), None
+        self.tier = Tier(self._settings, self._pending_reads)
         self.tiers = (self.tier,)
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)
