@@ -24,7 +24,7 @@ from longshore.checkpoint.files import TensorFile
 from longshore.errors import CheckpointError
 from longshore.tiles import MASTER
 from longshore.tiles.memory import PendingReads
-from longshore.tiles.snapshot import StateSnapshot
+from longshore.tiles.states import StateSnapshot
 
 PLENTY = 1 << 30
 

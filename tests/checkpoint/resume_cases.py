@@ -25,7 +25,6 @@ from longshore.checkpoint import model_state
 from longshore.checkpoint.boxes import BoxReader
 from longshore.engine.config import AdamWConfig
 from longshore.errors import BrokenStateError, CheckpointError, LongshoreError
-from longshore.tiles import Breakage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -314,7 +313,7 @@ def broken_on_one_rank(setting: Setting, folder: str) -> dict[str, Any]:
     with engine_of(setting, seed=1) as engine:
         train(engine, 1)
         if _rank()[0] == 0:
-            engine.optimizer._core.store.broken = Breakage("only here", loading=True)
+            engine.optimizer._core.store.states.load_failed("only here")
         engine.load_checkpoint(folder)
         return state_of(engine)
 

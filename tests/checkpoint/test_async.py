@@ -182,7 +182,7 @@ def test_a_loop_hears_of_a_failure(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, threading
 import torch, longshore
-from longshore.tiles.snapshot import StateSnapshot
+from longshore.tiles.states import StateSnapshot
 
 model = torch.nn.Linear(64, 64)
 optimizer = longshore.AdamW(model.parameters())
@@ -270,13 +270,15 @@ def test_a_refused_snapshot_holds_nothing(tmp_path: Path) -> None:
         store = engine.optimizer._core.store
         device, host = store.tiles.tiers
         key = next(key for key, parts in host.parts.items() if parts and not device.parts[key])
-        store.tiles.snapshot([(key, "master")], 0).close()
-        held = store.tiles.snapshot([(key, "master")], 0)
-        everything = [(index, "master") for index in range(len(engine.optimizer._core.records)) if index in store]
+        store.states.ranges.snapshot([(key, "master")], 0).close()
+        held = store.states.ranges.snapshot([(key, "master")], 0)
+        everything = [
+            (index, "master") for index in range(len(engine.optimizer._core.records)) if index in store.ownership
+        ]
         with pytest.raises(LongshoreError, match="wait for it first"):
-            store.tiles.snapshot(everything, 0)
+            store.states.ranges.snapshot(everything, 0)
         held.close()
-        store.tiles.snapshot(everything, 0).close()
+        store.states.ranges.snapshot(everything, 0).close()
 
 
 def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def write_while_gradients_travel(stage: int) -> int:
     weight = model.second.weight
     place = [id(parameter) for parameter in model.parameters()].index(id(weight))
     store = engine.optimizer._core.store
-    void, kept = store.tiles._void, 0
+    void, kept = store.states.ranges._void, 0
 
     def slowly(parameter: int) -> None:
         """The worst moment: passes end after they were voided, and before the buffer is written."""
@@ -172,9 +172,9 @@ def write_while_gradients_travel(stage: int) -> int:
             store.collectives._worker._on_start = lambda: time.sleep(0.005)
             engine.backward(engine(inputs(step, 0, rank, dtype), ("a", "b", "c")))
             if step >= 2:
-                store.tiles._void = slowly
+                store.states.ranges._void = slowly
                 utils.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 0.5), "exp_avg")
-                store.tiles._void = void
+                store.states.ranges._void = void
                 oracle.loop.optimizer.state[oracle.loop.masters[place]]["exp_avg"][: weight.numel()] = 0.5
             engine.step()
             oracle.loop.step(oracle.gradients(Window(), step, 1))

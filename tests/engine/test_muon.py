@@ -13,7 +13,7 @@ from engine import muon_cases as cases
 from longshore.layout.tiles import DimRange, MatrixLayout, Spec
 from longshore.optim.rules.muon import MuonRule, matrix_layout
 from longshore.store.exchange import batched, owners_of
-from longshore.store.sharded import ShardedStore
+from longshore.store.ownership import SharedOwnership
 from longshore.tiles import Matrix
 
 pytestmark = pytest.mark.needs_torch("torch.optim.Muon")
@@ -121,10 +121,10 @@ def test_matrices_count_as_offloaded() -> None:
 
 
 def test_tensor_parallelism_is_refused() -> None:
-    store = mock.Mock()  # whose gradients are averaged over other ranks than all
+    ownership = mock.Mock()  # whose gradients are averaged over other ranks than all
     matrix = MatrixLayout(4, 4, (DimRange(0, 0, 4),)).whole(0)
     with pytest.raises(ValueError, match="tensor parallelism has divided them"):
-        ShardedStore._check_undivided(store, [Spec(0, 16, torch.float32, matrix=matrix)])
+        SharedOwnership._check_undivided(ownership, [Spec(0, 16, torch.float32, matrix=matrix)])
 
 
 @pytest.mark.parametrize("world_size", [2, 8])

@@ -14,7 +14,7 @@ from longshore.layout.formats import Coding, StateFormat
 from longshore.layout.memory import HomeLayout, Spares
 from longshore.layout.tiles import DimRange, Home, MatrixLayout, Spec, runs_by_home
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import ParameterStep, TierSettings, Tiles
+from longshore.tiles import ParameterStep, RangeStates, TierSettings, Tiles
 from longshore.transfer import CopyStreams, SimulatedTransfer
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -42,11 +42,12 @@ def test_a_store_allocates_what_is_counted(
     streams = SimulatedTransfer(0) if staged else CopyStreams()
     hold = hold or arrivals > 1 or staged  # without, gradients come in the step, and only one
     store = Tiles([TierSettings(streams, HostKernels(threads=1), tile_numel, hold)], arrives_as)
-    store.set_states(AdamRule.states)
+    states = RangeStates(store)
+    states.set_states(AdamRule.states)
     store.add(specs)
     values = {spec.key: torch.zeros(spec.numel, dtype=spec.dtype) for spec in specs}
     for key, each in values.items():
-        store.adopt(key, each, keep_matching=False)
+        states.adopt(key, each, keep_matching=False)
     for _ in range(arrivals):
         for spec in specs:
             store.arrive(spec.key, torch.ones(spec.numel, dtype=arrives_as or spec.dtype))

@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "state is written into a buffer that a snapshot reads",
-        "Tiles._void",
+        "RangeStates._void",
         "tier.snapshots.make_writable(tile)",
         "",
         (f"{ASYNC}::test_writes_to_state",),
@@ -233,14 +233,14 @@ MUTANTS = [
     Mutant(
         "a half-loaded engine is saved",
         "OptimizerState.saved",
-        "store.check_usable()",
+        "store.states.check_usable()",
         "pass",
         (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
     ),
     Mutant(
         "a window that a failed load left cannot be left",
         "Checkpoints._load",
-        "gone = engine._store.broken is not None and (not module_only)",
+        "gone = engine._store.tiles.broken is not None and (not module_only)",
         "gone = False",
         (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
     ),
@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         "gradients on the host are lost",
         "_check_no_gradients",
-        "if core is not None and core.store.broken is None and core.gradients_arrived:",
+        "if core is not None and core.store.tiles.broken is None and core.gradients_arrived:",
         "if False:",
         (ONE_LINE,),
     ),

@@ -435,7 +435,7 @@ MUTANTS = [
     Mutant(
         "a commit does not wait for the worker",
         "Tiles.settle",
-        "self._drain()",
+        "self.drain()",
         "",
         (STORE,),
     ),
@@ -450,7 +450,7 @@ MUTANTS = [
         "an addition that failed stays with a window that goes on without it",
         "Tiles.discard",
         "tier.drain()",
-        "self._drain()",
+        "self.drain()",
         (f"{STORE}::test_an_addition_that_failed_is_dropped_with_the_gradients_while_the_window_goes_on",),
     ),
     Mutant(

@@ -126,7 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks meet to read state whatever their windows are",
-        "Ownership._from_ranks",
+        "SharedOwnership._from_ranks",
         "self.collectives.epoch.number",
         "0",
         (ONE_SIDED,),
@@ -616,7 +616,7 @@ MUTANTS = [
     # -- ownership.py ---------------------------------------------------------
     Mutant(
         "other ranks' parts are not published",
-        "Ownership.publish",
+        "SharedOwnership.publish",
         "targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])",
         "pass",
         (COLLECTIVES,),
@@ -637,7 +637,7 @@ MUTANTS = [
     ),
     Mutant(
         "an idle parameter is published",
-        "Ownership.publish",
+        "SharedOwnership.publish",
         " if entry.owned.parameter in targets",
         "",
         (COLLECTIVES,),

@@ -23,10 +23,10 @@ MUTANTS = [
     ),
     Mutant(
         "the master of a parameter that is its own is written with a loaded state",
-        "Tiles._write",
+        "RangeStates.write",
         "elif not tile.own_master:",
-        "elif tile.own_master and self._values_of is not None:\n"
-        "    segment.part_of(self._values_of(parameter)).copy_(part)\n"
+        "elif tile.own_master and self._tiles.values_of is not None:\n"
+        "    segment.part_of(self._tiles.values_of(key)).copy_(part)\n"
         "else:",
         ("tests/optim/test_own_masters.py",),
     ),
@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "a write found by its checksum is adopted whole",
         "Adoption.adopt",
-        "store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)",
-        "store.adopt(record.index, steps[record.index].target, keep_matching=False)",
+        "store.states.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)",
+        "store.states.adopt(record.index, steps[record.index].target, keep_matching=False)",
         (UNSEEN_WRITES,),
     ),
     Mutant(

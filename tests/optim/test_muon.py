@@ -246,15 +246,15 @@ def test_a_snapshot_is_of_its_moment(kind: str) -> None:
     reads = [
         (record.index, name) for record in core.records if record.matrices for name in ("momentum_buffer", "master")
     ]
-    before = {read: core.store.read_state(*read) for read in reads}
-    snapshot = core.store.tiles.snapshot(reads, 1 << 20)
+    before = {read: core.store.states.read(*read) for read in reads}
+    snapshot = core.store.states.ranges.snapshot(reads, 1 << 20)
     for each, of in ((model, optimizer), (other, same)):
         for step in (1, 2):
             backward(each, step)
             of.step()
             of.zero_grad()
     assert all(torch.equal(snapshot.read_range(*read), before[read]) for read in reads)
-    assert not any(torch.equal(core.store.read_state(*read), before[read]) for read in reads)
+    assert not any(torch.equal(core.store.states.read(*read), before[read]) for read in reads)
     snapshot.close()
     assert same_weights(model, other)
 

@@ -180,8 +180,8 @@ def test_idle_matrices_keep_everything(pair: Pair) -> None:
 def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     """Buffers that it has still to read are not written, and steps ahead go on."""
     reads = [(index, "momentum_buffer") for index in pair.ahead._core.store.tiles.tier.ranges]
-    before = {index: pair.ahead._core.store.tiles.read_state(index, which) for index, which in reads}
-    snapshot = pair.ahead._core.store.tiles.snapshot(reads, 1 << 30)
+    before = {index: pair.ahead._core.store.states.ranges.read(index, which) for index, which in reads}
+    snapshot = pair.ahead._core.store.states.ranges.snapshot(reads, 1 << 30)
     pair.train(2)
     assert all(torch.equal(snapshot.read_range(index, which), before[index]) for index, which in reads)
     snapshot.close()
@@ -331,7 +331,7 @@ def test_a_snapshot_outlives_the_naming_of_other_states(between: bool) -> None:
     reads = [
         (record.index, which) for record in grown.optimizer._core.records for which in ("master", "momentum_buffer")
     ]
-    snapshot = grown.store.snapshot(reads, 1 << 30)
+    snapshot = grown.optimizer._core.store.states.ranges.snapshot(reads, 1 << 30)
     closing = threading.Timer(30, snapshot.close)
     closing.start()
     if between:

@@ -15,7 +15,7 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.layout.tiles import Home, Spec
 from longshore.optim import Offload
-from longshore.tiles import MASTER, TierSettings, Tiles
+from longshore.tiles import MASTER, RangeStates, TierSettings, Tiles
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
@@ -122,7 +122,7 @@ def test_buffers_are_where_the_kernels_step_and_counted_at_home() -> None:
     settings = TierSettings(CopyStreams(), Elsewhere(threads=1), 16, hold_gradients=False, home=Home.DEVICE)
     store = Tiles([settings])
     store.add([Spec(0, 16, torch.float32)])
-    store.write_state(0, MASTER, torch.zeros(16, device="meta"))
+    RangeStates(store).write(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
     assert tile.buffer is not None and tile.buffer.device.type == "meta"
     assert store.host_bytes() == {"state": 0, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}

@@ -79,7 +79,7 @@ def test_new_memory_and_other_layouts() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-        assert torch.equal(optimizer._core.store.read_state(0, "master"), model[0].weight.detach().reshape(-1))
+        assert torch.equal(optimizer._core.store.states.read(0, "master"), model[0].weight.detach().reshape(-1))
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -229,7 +229,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
-            optimizer._core.store.write_state(0, GRADIENT, torch.full((weight.numel(),), 0.5))
+            optimizer._core.store.states.write(0, GRADIENT, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
@@ -538,7 +538,7 @@ def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.backward()
     before = pair.ahead.grad_norm()
     for optimizer in pair.optimizers:
-        optimizer._core.store.write_state(0, GRADIENT, torch.full((24 * 16,), 3.0))
+        optimizer._core.store.states.write(0, GRADIENT, torch.full((24 * 16,), 3.0))
     after = pair.ahead.grad_norm()
     assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 

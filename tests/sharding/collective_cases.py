@@ -22,7 +22,7 @@ from longshore.ranks.meeting import Action
 from longshore.ranks.twin_groups import Twins, timeout_of, twin_of, twins_of
 from longshore.store import rounds as module
 from longshore.store.agreement import Agreement, Statement, agreement_of
-from longshore.store.ownership import Ownership, ReplicatedOwnership
+from longshore.store.ownership import ReplicatedOwnership, SharedOwnership
 from longshore.store.rounds import reduce_shard
 from sharding.gathering_cases import sharing
 
@@ -64,7 +64,7 @@ def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repl
     gradients = {
         index: values_of(10 * collectives.rank + index, numels[index], dtype) for index in used[collectives.rank]
     }
-    ownership = ReplicatedOwnership(collectives, layout) if replicated else Ownership(collectives, layout, 100)
+    ownership = ReplicatedOwnership(collectives, layout) if replicated else SharedOwnership(collectives, layout, 100)
 
     def reduce() -> list:
         reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide)
@@ -171,7 +171,7 @@ def _gathering(chunk_numel: int, numels: list[int]) -> None:
     layout = Layout(division_of(2, collectives.world_size, collectives.rank), 10_000).extended(specs)
     (bucket,) = layout.buckets
     whole = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16() for numel in numels]
-    ownership = Ownership(collectives, layout, chunk_numel)
+    ownership = SharedOwnership(collectives, layout, chunk_numel)
     targets = {index: torch.full_like(values, float("nan")) for index, values in enumerate(whole)}
     for owned in bucket.owned:
         part = slice(owned.offset, owned.offset + owned.numel)

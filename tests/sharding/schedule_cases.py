@@ -43,7 +43,9 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
 
     before(store._gradients, "arrive", lambda parameter, *_: (ARRIVE, parameter))
     before(store._gradients, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
-    bucket_of = {owned.key: bucket.index for bucket in store.layout.buckets for own in bucket.ranges for owned in own}
+    bucket_of = {
+        owned.key: bucket.index for bucket in store.ownership.layout.buckets for own in bucket.ranges for owned in own
+    }
     before(store.tiles, "arrive", lambda owned, *_: (COPY_TO_HOST, bucket_of[owned]))
     before(store.ownership, "publish", lambda bucket, *_: (GATHER, bucket.index))
     commit = store.tiles.commit
@@ -59,6 +61,8 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
         for _ in range(accumulation):
             engine.backward(engine(torch.ones(2, 12)).square().mean())
             engine.step()
-    members = {bucket.index: tuple(member.parameter for member in bucket.members) for bucket in store.layout.buckets}
+    members = {
+        bucket.index: tuple(member.parameter for member in bucket.members) for bucket in store.ownership.layout.buckets
+    }
     engine.destroy()
     return log, members

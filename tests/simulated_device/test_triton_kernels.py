@@ -91,18 +91,18 @@ def test_a_snapshot_has_what_a_stream_is_still_computing() -> None:
     """Whoever reads it does so on another stream."""
     parameter = torch.nn.Parameter(torch.ones(NUMEL, device=DEVICE, dtype=torch.bfloat16))
     optimizer = longshore.AdamW([parameter], offload=longshore.Offload(device="none"))
-    store = optimizer._core.store.tiles
+    states = optimizer._core.store.states.ranges
     stream = torch.Stream(DEVICE)
     with stream:
         for _ in range(2):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         torch.accelerator.synchronize()
-        former = store.read_state(0, MASTER)
+        former = states.read(0, MASTER)
         parameter.grad = torch.ones_like(parameter)
         keep_busy(800_000_000)
         optimizer.step()
-        snapshot = store.snapshot([(0, MASTER)], 0)
+        snapshot = states.snapshot([(0, MASTER)], 0)
     found = snapshot.read_range(0, MASTER)
     assert not torch.equal(found, former)
-    assert torch.equal(found, store.read_state(0, MASTER))
+    assert torch.equal(found, states.read(0, MASTER))

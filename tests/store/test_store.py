@@ -27,37 +27,39 @@ def store() -> Store:
 
 
 def test_a_parameter_is_known_from_when_it_is_laid_out_until_it_is_removed(store: Store) -> None:
-    assert [index in store for index in (3, 4, 5, 8)] == [True, False, True, True]
+    assert [index in store.ownership for index in (3, 4, 5, 8)] == [True, False, True, True]
     store.add_parameters([])
     tiles = len(store.tiles)
     store.remove({3, 8})
-    assert [index in store for index in (3, 5, 7, 8)] == [False, True, True, False]
+    assert [index in store.ownership for index in (3, 5, 7, 8)] == [False, True, True, False]
     assert len(store.tiles) < tiles
     store.add_parameters([Spec(9, 20, torch.float32)])
-    assert 9 in store and [each.numel for each in store.owned(9)] == [20]
+    assert 9 in store.ownership and [each.numel for each in store.ownership.owned(9)] == [20]
     with pytest.raises(KeyError):
-        store.read_state(3, MASTER)
+        store.states.read(3, MASTER)
 
 
 def test_a_parameter_is_one_range_under_its_own_number(store: Store) -> None:
     for index, numel in NUMELS.items():
-        found = [(each.key, each.parameter, each.offset, each.numel, each.saves) for each in store.owned(index)]
+        found = [
+            (each.key, each.parameter, each.offset, each.numel, each.saves) for each in store.ownership.owned(index)
+        ]
         assert found == ([(index, index, 0, numel, True)] if numel else [])
 
 
 def test_what_is_written_is_read(store: Store) -> None:
     values = {index: torch.arange(numel, dtype=torch.float32) + index for index, numel in NUMELS.items()}
     for index, each in values.items():
-        store.write_state(index, MASTER, each)
-        assert not store.differs(index, MASTER, each)
+        store.states.write(index, MASTER, each)
+        assert not store.states.differs(index, MASTER, each)
     for index, each in values.items():
-        assert torch.equal(store.read_state(index, MASTER), each)
-        store.adopt(index, 2.0 * each, keep_matching=False)
-        assert torch.equal(store.read_state(index, MASTER), 2.0 * each)
-        assert store.count_differing(index, 2.0 * each) == 0
-        store.clear_state(index)
-        assert not store.read_state(index, MASTER).any()
-    assert store.count_differing(8, values[8]) == 100
+        assert torch.equal(store.states.read(index, MASTER), each)
+        store.states.adopt(index, 2.0 * each, keep_matching=False)
+        assert torch.equal(store.states.read(index, MASTER), 2.0 * each)
+        assert store.states.count_differing(index, 2.0 * each) == 0
+        store.states.clear(index)
+        assert not store.states.read(index, MASTER).any()
+    assert store.states.count_differing(8, values[8]) == 100
 
 
 def test_an_empty_parameter_steps_nothing(store: Store) -> None:

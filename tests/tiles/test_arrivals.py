@@ -16,7 +16,7 @@ from longshore.kernels import HostKernels
 from longshore.layout import tiles as layout
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import Spec
-from longshore.tiles import TierSettings, Tiles, tile
+from longshore.tiles import RangeStates, TierSettings, Tiles, tile
 from longshore.transfer import Bundle, Copy, SimulatedTransfer
 
 __all__ = ["train"]  # the fixture
@@ -374,9 +374,10 @@ def test_slots_fit_tiles_that_come_later(
     training.store.close()
     settings = TierSettings(SimulatedTransfer(0, 0.001), HostKernels(threads=1), 100, hold_gradients=True)
     store = training.store = Tiles([settings])
-    store.set_states((EXP_AVG, EXP_AVG_SQ))
+    training.states = RangeStates(store)
+    training.states.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add([Spec(0, 16, BF16)])
-    store.adopt(0, training.parameters[0], keep_matching=False)
+    training.states.adopt(0, training.parameters[0], keep_matching=False)
     first = training.gradients({0: 3})
     if busy:
         gate = busy_worker(training)
@@ -385,7 +386,7 @@ def test_slots_fit_tiles_that_come_later(
     store.add([Spec(1, numel, BF16)])
     if busy:
         gate.set()
-    store.adopt(1, training.parameters[1], keep_matching=False)
+    training.states.adopt(1, training.parameters[1], keep_matching=False)
     if busy:
         training.commit(first)
     for _ in range(3):

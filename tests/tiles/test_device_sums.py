@@ -198,9 +198,9 @@ def test_gradients_that_are_read_and_written_in_between() -> None:
     def program(training: Training) -> None:
         for number in range(9):
             training.backward(number)
-            store = training.store
+            states = training.optimizer._core.store.states
             if number % 3 == 1:
-                store.write_state(0, "gradient", store.read_state(0, "gradient") * 2)
+                states.write(0, "gradient", states.read(0, "gradient") * 2)
             if number % 3 == 2:
                 training.optimizer.step()
                 training.optimizer.zero_grad()

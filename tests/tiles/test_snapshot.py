@@ -13,8 +13,9 @@ from torch import Tensor
 from longshore.errors import LongshoreError
 from longshore.kernels import HostKernels
 from longshore.tiles.memory import BufferPool, PendingReads
-from longshore.tiles.snapshot import Snapshots, StateSnapshot
 from longshore.tiles.speculation import Speculator
+from longshore.tiles.states import StateSnapshot
+from longshore.tiles.tier import Snapshots
 from longshore.tiles.tile import ArrayNames, Tile
 from longshore.transfer import CopyStreams
 from longshore.transfer.runner import runner_for

@@ -22,7 +22,7 @@ from longshore.kernels.reference import rule_step
 from longshore.layout.memory import LANDING_SLOTS, PIPELINE_DEPTH
 from longshore.layout.tiles import Spec, align
 from longshore.optim.rules.adam import AdamRule
-from longshore.tiles import MASTER, Ended, ParameterStep, TierSettings, Tiles, TileState
+from longshore.tiles import MASTER, Ended, ParameterStep, RangeStates, TierSettings, Tiles, TileState
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer
 
 BF16 = torch.bfloat16
@@ -52,7 +52,8 @@ class Training:
         self.gradient_dtype = gradient_dtype
         self.hold = hold
         self.store = Tiles([TierSettings(transfer, HostKernels(threads=2), tile_numel, hold)], gradient_dtype)
-        self.store.set_states((EXP_AVG, EXP_AVG_SQ))
+        self.states = RangeStates(self.store)
+        self.states.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = device_type() if isinstance(transfer, DeviceStreams) else "cpu"
         self.numels = list(numels)
@@ -67,7 +68,7 @@ class Training:
 
     def adopt(self) -> None:
         for index, parameter in enumerate(self.parameters):
-            self.store.adopt(index, parameter, keep_matching=False)
+            self.states.adopt(index, parameter, keep_matching=False)
 
     def gradient(self, index: int) -> Tensor:
         return torch.randn(self.numels[index]).to(self.gradient_dtype or self.dtypes[index])
@@ -125,7 +126,7 @@ class Training:
         for index, (master, exp_avg, exp_avg_sq) in enumerate(self.expected):
             self.parameters[index].copy_(master)
             for which, values in ((MASTER, master), (EXP_AVG, exp_avg), (EXP_AVG_SQ, exp_avg_sq)):
-                self.store.write_state(index, which, values)
+                self.states.write(index, which, values)
 
     def held(self) -> set[int]:
         return {index for index in range(len(self.numels)) if self.store.arrivals(index) > 0}
@@ -133,7 +134,7 @@ class Training:
     def check(self) -> None:
         for index, arrays in enumerate(self.expected):
             for which, array in zip((MASTER, EXP_AVG, EXP_AVG_SQ), arrays, strict=True):
-                assert torch.equal(self.store.read_state(index, which), array), (index, which)
+                assert torch.equal(self.states.read(index, which), array), (index, which)
             assert torch.equal(self.parameters[index].cpu(), arrays[0].to(self.dtypes[index])), index
 
 
@@ -464,10 +465,10 @@ def assert_broken(training: Training) -> None:
         lambda: store.discard(index),
         lambda: store.sum_of_squares({index: values}, UNSCALED),
         lambda: store.commit({}, UNSCALED),
-        lambda: store.adopt(index, values, keep_matching=True),
-        lambda: store.count_differing(index, values),
-        lambda: store.read_state(index, MASTER),
-        lambda: store.write_state(index, MASTER, torch.zeros(0)),
+        lambda: training.states.adopt(index, values, keep_matching=True),
+        lambda: training.states.count_differing(index, values),
+        lambda: training.states.read(index, MASTER),
+        lambda: training.states.write(index, MASTER, torch.zeros(0)),
         store.check_usable,
     ]
     for call in calls:
@@ -654,14 +655,15 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 def test_buffers_come_with_the_first_values() -> None:
     store = Tiles([TierSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False)])
-    store.set_states((EXP_AVG, EXP_AVG_SQ))
+    states = RangeStates(store)
+    states.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add([Spec(0, 16, BF16), Spec(1, 16, BF16)])
     assert store.host_bytes()["state"] == 0
-    store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
+    states.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
     assert store.host_bytes()["state"] == 12 * 16
-    store.clear_state(1)
+    states.clear(1)
     assert store.host_bytes()["state"] == 12 * 16
-    store.write_state(1, EXP_AVG, torch.zeros(16))
+    states.write(1, EXP_AVG, torch.zeros(16))
     assert store.host_bytes()["state"] == 2 * 12 * 16
     store.close()
 
@@ -692,7 +694,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
         training.expected.append([value.float(), torch.zeros(numel), torch.zeros(numel)])
         training.counts.append(0)
         store.add([Spec(index, numel, dtype)])
-        store.adopt(index, training.parameters[index], keep_matching=False)
+        training.states.adopt(index, training.parameters[index], keep_matching=False)
 
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["staging"] == 2 * 64
@@ -756,43 +758,43 @@ def test_the_sum_of_squares_is_over_what_is_held_and_what_is_given(train, transf
 def test_adopting_keeps_the_digits_of_what_matches(train, transfer) -> None:
     training = train(transfer(), numels=(60,), dtypes=(BF16,))
     training.window({0: 1})
-    store, (parameter,) = training.store, training.parameters
-    assert store.count_differing(0, parameter) == 0
+    (parameter,) = training.parameters
+    assert training.states.count_differing(0, parameter) == 0
     assert not torch.equal(training.expected[0][0], training.expected[0][0].to(BF16).float())
     parameter[7:10] = 5.0
-    assert store.count_differing(0, parameter) == 3
-    store.adopt(0, parameter, keep_matching=True)
+    assert training.states.count_differing(0, parameter) == 3
+    training.states.adopt(0, parameter, keep_matching=True)
     training.expected[0][0][7:10] = 5.0
     training.check()
-    store.adopt(0, parameter, keep_matching=False)
-    assert torch.equal(store.read_state(0, MASTER), parameter.cpu().float())
+    training.states.adopt(0, parameter, keep_matching=False)
+    assert torch.equal(training.states.read(0, MASTER), parameter.cpu().float())
 
 
 def test_state_is_read_as_a_copy_and_written_as_given(train) -> None:
     training = train(SimulatedTransfer(1))
-    training.store.write_state(4, EXP_AVG, torch.arange(130.0))
-    read = training.store.read_state(4, EXP_AVG)
+    training.states.write(4, EXP_AVG, torch.arange(130.0))
+    read = training.states.read(4, EXP_AVG)
     assert torch.equal(read, torch.arange(130.0))
     read.zero_()
-    assert torch.equal(training.store.read_state(4, EXP_AVG), torch.arange(130.0))
-    training.store.clear_state(4)
-    assert not training.store.read_state(4, EXP_AVG).any()
-    assert training.store.read_state(1, EXP_AVG).shape == (0,)
+    assert torch.equal(training.states.read(4, EXP_AVG), torch.arange(130.0))
+    training.states.clear(4)
+    assert not training.states.read(4, EXP_AVG).any()
+    assert training.states.read(1, EXP_AVG).shape == (0,)
 
 
 def test_states_may_be_added_later_and_begin_at_zero(train) -> None:
     training = train(SimulatedTransfer(1))
     training.window({0: 1, 4: 1})
     store, buffers = training.store, training.store.host_bytes()["state"]
-    store.set_states((EXP_AVG, "between", EXP_AVG_SQ))
-    assert store.arrays == (MASTER, EXP_AVG, "between", EXP_AVG_SQ)
+    training.states.set_states((EXP_AVG, "between", EXP_AVG_SQ))
+    assert store.tier.elementwise.names == (MASTER, EXP_AVG, "between", EXP_AVG_SQ)
     assert store.host_bytes()["state"] * 3 == buffers * 4
     training.check()  # the others moved along
-    assert not store.read_state(4, "between").any()
-    store.write_state(4, "between", torch.ones(130))
+    assert not training.states.read(4, "between").any()
+    training.states.write(4, "between", torch.ones(130))
     training.check()
-    store.clear_state(4)
-    assert not any(store.read_state(4, name).any() for name in store.arrays)
+    training.states.clear(4)
+    assert not any(training.states.read(4, name).any() for name in store.tier.elementwise.names)
 
 
 def test_close_leaves_no_thread_and_neither_does_garbage() -> None:

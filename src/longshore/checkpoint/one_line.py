@@ -173,7 +173,7 @@ def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklev
 
 def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
     core = None if optimizer is None else core_of(optimizer)
-    if core is not None and core.store.broken is None and core.gradients_arrived:
+    if core is not None and core.store.tiles.broken is None and core.gradients_arrived:
         gradients = why.format("gradients that release_gradients=True copied to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 

@@ -26,7 +26,7 @@ from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import as_parameter, clear_state, merged_group
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
-from longshore.tiles import MASTER, Breakage, StateSnapshot
+from longshore.tiles import MASTER, StateSnapshot
 
 FORMAT = "format"
 """Entry of a parameter whose states are not float32."""
@@ -189,7 +189,7 @@ class OptimizerState:
             found[name] = {**entry, **known}
             if store.alone and not record.keeps_shard:
                 found[name] |= {
-                    array: checksum(store.read_state(record.index, array)) for array in entry["arrays"] or ()
+                    array: checksum(store.states.read(record.index, array)) for array in entry["arrays"] or ()
                 }
         return found
 
@@ -200,7 +200,7 @@ class OptimizerState:
             BrokenStateError: a step, or the loading of a checkpoint, was interrupted.
         """
         store = self._store
-        store.check_usable()
+        store.states.check_usable()
         ranges = [
             (record, array, name, key, boxes)
             for name, record in self.records.items()
@@ -209,8 +209,8 @@ class OptimizerState:
             if writes and boxes
         ]
         keys = [(key, array) for _, array, _, key, _ in ranges]
-        snapshot = None if memory_bytes is None else store.tiles.snapshot(keys, memory_bytes)
-        read = store.tiles.read_state if snapshot is None else snapshot.read_range
+        snapshot = None if memory_bytes is None else store.states.ranges.snapshot(keys, memory_bytes)
+        read = store.states.ranges.read if snapshot is None else snapshot.read_range
         found = [
             SavedBoxes(
                 array_name(array, name),
@@ -234,7 +234,7 @@ class OptimizerState:
         here = alone is None or name in alone
         return [
             (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.saves and here)
-            for owned in self._store.owned(record.index)
+            for owned in self._store.ownership.owned(record.index)
         ]
 
     # -- loading --------------------------------------------------------------
@@ -311,7 +311,7 @@ class OptimizerState:
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
-        self._store.broken = Breakage(f"{type(failure).__name__}: {failure}", loading=True)
+        self._store.states.load_failed(f"{type(failure).__name__}: {failure}")
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """Allocate the state, and return the boxes that this process loads; arguments as in :meth:`differences`."""
@@ -321,13 +321,13 @@ class OptimizerState:
         found: list[WantedBoxes] = []
         for name, entry in entries.items():
             record = self.records[name]
-            if record.index not in self._store:
+            if record.index not in self._store.ownership:
                 core.source.watch([record])
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):
                     if boxes:
-                        take = functools.partial(self._store.tiles.write_state, key, array)
+                        take = functools.partial(self._store.states.ranges.write, key, array)
                         found.append(WantedBoxes(where, tuple(record.shape), boxes, take))
         return found
 

@@ -49,9 +49,9 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     core, record = found
     store = core.store
-    master = _copy(store.read_values(record.index, record.values()))
+    master = _copy(store.ownership.assemble_values(record.index, record.values()))
     if record.has_master:
-        master = adopted(store.read_state(record.index, MASTER), master.to(record.dtype))
+        master = adopted(store.states.read(record.index, MASTER), master.to(record.dtype))
     return master.view(record.shape)
 
 
@@ -71,13 +71,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         )
     core.take_edits()
     with torch.no_grad():
-        part = store.held(record.index, flat(value))
+        part = store.ownership.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         for each in (record.parameter, record.leaf()):
             if each is not None:
                 torch.autograd.graph.increment_version(each)
-    if record.index in store:
-        store.write_state(record.index, MASTER, flat(_copy(value)))
+    if record.index in store.ownership:
+        store.states.write(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
         core.handed_out.follow(core, {record.index})
@@ -123,7 +123,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = core.store.read_state(record.index, GRADIENT)
+        gradient = core.store.states.read(record.index, GRADIENT)
     return _copy(gradient).view(record.shape)
 
 
@@ -136,7 +136,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     core, record = _found(param, value)
     if core.window_gradients(reading=True).get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
+    core.store.states.write(record.index, GRADIENT, flat(_copy(value)))
 
 
 def _without_engine(param: Tensor) -> Tensor | None:
@@ -168,7 +168,7 @@ def _find(param: Tensor) -> tuple[OptimizerCore, ParameterRecord] | None:
         for record in core.records:
             # Between forward and backward FSDP2 replaces the parameter by the gathered one, which is the leaf.
             if param is record.parameter or param is record.leaf():
-                core.store.check_usable()
+                core.store.states.check_usable()
                 return core, record
     return None
 
@@ -186,7 +186,7 @@ def _found(param: Tensor, value: Tensor) -> tuple[OptimizerCore, ParameterRecord
 
 
 def _check_key(core: OptimizerCore, record: ParameterRecord, key: str) -> None:
-    arrays, family = core.store.tiles.arrays, record.family
+    arrays, family = core.store.tiles.tier.elementwise.names, record.family
     known = [name for name in family.states if name in arrays or name == family.matrix_state]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

@@ -249,7 +249,7 @@ class Checkpoints:
         self._check_same(group, "load_dir", str(root))
         self._check_same(group, "tag", tag)
         # If a step failed half way, perhaps on this rank alone, its window is lost in any case.
-        gone = engine._store.broken is not None and not module_only
+        gone = engine._store.tiles.broken is not None and not module_only
         group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
         group.first(lambda: check_not_others(root, tag))
         whole = find(root, tag, group)

@@ -163,7 +163,7 @@ def explain(
     """Describe an engine, given its parts; no rank waits for another."""
     core = core_of(optimizer)
     store, tiles, records = core.store, core.store.tiles, core.records
-    layout = store.layout if isinstance(store, ShardedStore) else None
+    layout = store.ownership.layout if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(

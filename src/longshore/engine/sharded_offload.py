@@ -15,7 +15,7 @@ from longshore.optim.offload import Offload
 from longshore.optim.shards import flat, held_part
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.twin_groups import twins_of
-from longshore.store.ownership import Ownership, ReplicatedOwnership, SharedResidence
+from longshore.store.ownership import ReplicatedOwnership, SharedOwnership, SharedResidence
 from longshore.store.rounds import ReductionSettings
 from longshore.store.sharded import ShardedStore
 from longshore.tiles import Window
@@ -100,6 +100,6 @@ class ShardedOffload(Offload):
         else:
             division = division_of(reduction.stage, collectives.world_size, collectives.rank)
             residence = SharedResidence()
-            owning = Ownership if reduction.stage > 0 else ReplicatedOwnership
+            owning = SharedOwnership if reduction.stage > 0 else ReplicatedOwnership
             ownership = owning(collectives, Layout(division, reduction.bucket_numel), self.gather_numel)
         return ShardedStore(tiles, ownership, residence, reduction)

@@ -57,7 +57,7 @@ class Adoption:
                 record.published = None  # until it is published, it differs for everyone
             changed += written
         for record in changed:
-            store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)
+            store.states.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)
             record.has_master = True
 
     def published(
@@ -107,7 +107,7 @@ def _check_no_writes(store: Store, records: Collection[ParameterRecord]) -> None
     for record in records:
         if not record.has_master or record.changed:
             continue
-        if differing := store.count_differing(record.index, record.values()):
+        if differing := store.states.count_differing(record.index, record.values()):
             raise ParameterError(
                 f"parameter {record.name}: {differing} of {record.parameter.numel()} elements were written where torch "
                 "could not see it (p.data.copy_, NumPy, a custom kernel), and detect_writes=False does not look for "

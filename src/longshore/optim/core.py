@@ -28,7 +28,7 @@ from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.optim.state import fill_initial
 from longshore.store import Store
-from longshore.tiles import Breakage, Ended, Entry, Forecast, ParameterStep, Ranges, Recorder, Window, annotating
+from longshore.tiles import Ended, Entry, Forecast, ParameterStep, Ranges, Recorder, Window, annotating
 
 
 class OptimizerCore:
@@ -349,8 +349,8 @@ class OptimizerCore:
 
     def begin_load(self) -> None:
         """Prepare to write a whole state, which replaces a broken one."""
-        if not self.empty and self.store.broken is not None:
-            self.store.begin_load()  # a broken step loses its window; otherwise the window goes on, as in torch
+        if not self.empty and self.store.tiles.broken is not None:
+            self.store.states.begin_load()  # a broken step loses its window; otherwise the window goes on, as in torch
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[OptimizerCore]:
@@ -363,8 +363,7 @@ class OptimizerCore:
                 whole = True
         except BaseException as failure:
             if not whole:
-                why = f"load_state_dict ended half way: {type(failure).__name__} {failure}"
-                self.store.broken = Breakage(why, loading=True)
+                self.store.states.load_failed(f"load_state_dict ended half way: {type(failure).__name__} {failure}")
             raise
 
     # -- the step -------------------------------------------------------------
@@ -375,7 +374,7 @@ class OptimizerCore:
             self.window.end(Ended.STEPPED)
             return
         source, store = self.source, self.store
-        store.check_usable()
+        store.states.check_usable()
         if self._stepped_again():
             return
         gradients = self.window_gradients()
@@ -438,7 +437,7 @@ class OptimizerCore:
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
-        arrays = self.store.tiles.arrays
+        arrays = self.store.tiles.tier.elementwise.names
         for group in self.groups():
             family = self.family.of(group)
             known: dict[History, tuple[HostRule, History]] = {}
@@ -462,11 +461,13 @@ class OptimizerCore:
 
     def have_states(self, store: Store, names: Collection[str]) -> None:
         """Add these state arrays to the store unless it has them."""
-        tiles, matrix_state = store.tiles, self.family.matrix_state
-        if not all(name in tiles.arrays or name in tiles.matrix_arrays for name in names):
+        tier, matrix_state = store.tiles.tier, self.family.matrix_state
+        arrays = tier.elementwise.names
+        if not all(name in arrays or name in tier.of_matrices.names for name in names):
             known = [name for name in self.family.states if name != matrix_state]
             of_matrices = () if matrix_state is None else (matrix_state,)
-            tiles.set_states([name for name in known if name in names or name in tiles.arrays], of_matrices)
+            elementwise = [name for name in known if name in names or name in arrays]
+            store.states.ranges.set_states(elementwise, of_matrices)
 
 
 class _OptimizerForecast(Forecast):

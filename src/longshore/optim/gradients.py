@@ -66,7 +66,7 @@ class GradientSource(ABC):
     def watch(self, records: Sequence[ParameterRecord]) -> None:
         """Add parameters that can get gradients to the store. If one of them has a dtype that cannot be stepped, raise
         ValueError and add none."""
-        new = [record for record in records if record.index not in self.store]
+        new = [record for record in records if record.index not in self.store.ownership]
         for record in new:
             check_trainable(record.parameter, record.name)
         self.store.add_parameters(record.spec for record in new)
@@ -164,7 +164,7 @@ class KeptGradients(GradientSource):
                 if is_released(gradient):
                     raise elsewhere(record)
                 found[index] = self.found(record, gradient)
-        if thawed := [self.records[index] for index in found if index not in self.store]:
+        if thawed := [self.records[index] for index in found if index not in self.store.ownership]:
             self.watch(thawed)
         return found
 
@@ -464,7 +464,7 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
 
 def _fail(source: ReleasedGradients, index: int, failure: BaseException) -> None:
     """End the window of a gradient that was not taken."""
-    if source.store.broken is not None:
+    if source.store.tiles.broken is not None:
         return  # step() says that, and what to do
     own = isinstance(failure, LongshoreError)
     reason = failure if own else f"parameter {source.records[index].name}: {type(failure).__name__}: {failure}"
@@ -487,5 +487,5 @@ def released_gradient(parameter: Tensor) -> Tensor | None:
         gradients = source.store.agree(found, reading=True)
         if index in gradients:
             found = gradients[index]
-            return source.store.read_state(index, GRADIENT) if found is None else found.float().cpu()
+            return source.store.states.read(index, GRADIENT) if found is None else found.float().cpu()
     return None

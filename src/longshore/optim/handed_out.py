@@ -98,13 +98,13 @@ def read_state(record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
     numbers = numbers_of(record)
     if name in numbers:
         return torch.tensor([numbers[name]], dtype=torch.float32, device="cpu")
-    return core.store.read_state(record.index, name)
+    return core.store.states.read(record.index, name)
 
 
 def differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> bool:
     if name in numbers_of(record):
         return not torch.equal(values.view(torch.int32), read_state(record, name, core).view(torch.int32))
-    return core.store.differs(record.index, name, values)
+    return core.store.states.differs(record.index, name, values)
 
 
 def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
@@ -126,7 +126,7 @@ def _written(record: ParameterRecord, core: StateOwner) -> bool:
     """Return whether the parameter was written, which then counts (law 10)."""
     if not record.changed or not record.has_state or not core.store.alone:  # ranks have to decide alike
         return record.changed
-    return record.has_master and core.store.count_differing(record.index, record.values()) > 0
+    return record.has_master and core.store.states.count_differing(record.index, record.values()) > 0
 
 
 class HandedOut:
@@ -193,7 +193,7 @@ class HandedOut:
 
     def hand_out(self, record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
         """Return a copy of a state: float32, on the CPU, of the parameter's shape (numbers: 0-dim)."""
-        core.store.check_usable()
+        core.store.states.check_usable()
         record.check()
         copy = self.copies.get(id(record.parameter), {}).get(name)
         if copy is None:

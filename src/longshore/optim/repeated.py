@@ -132,7 +132,7 @@ class RepeatedStep:
             if (history := record.history) is not last:
                 if history not in known:
                     family = self._family.of(group)
-                    rule = family.rule_of(group, history, self._tiles.arrays)
+                    rule = family.rule_of(group, history, self._tiles.tier.elementwise.names)
                     if not isinstance(rule, Rule) or family.initial(history):
                         return False
                     known[history] = len(found.rules), family.after(group, history)

@@ -115,7 +115,7 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
 def fill_initial(record: ParameterRecord, store: Store) -> None:
     """Fill the states of a parameter that are not zero before its first step."""
     for name, value in record.family.initial(record.history).items():
-        store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
+        store.states.write(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
 
 
 def _is_initial(state: Mapping[str, Any], family: RuleFamily) -> bool:
@@ -130,20 +130,20 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
     core.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
     if not state.keys() & family.entries:
         return
-    if record.index not in store:
+    if record.index not in store.ownership:
         core.source.watch([record])
     arrays = state.keys() & {*family.states, MASTER}
     core.have_states(store, arrays)
     fill_initial(record, store)  # those that are not given stay as they are
     for key in arrays:
-        store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
+        store.states.write(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history
     scalars = {**dict.fromkeys(family.scalars, 0.0), **dict(history.scalars)}
     record.history = History(
         state["step"] if "step" in state.keys() & family.entries else history.step,
         history.states
         | (arrays - {MASTER})
-        | ({*store.tiles.arrays, family.matrix_state} & {*family.states} - family.optional_states),
+        | ({*store.tiles.tier.elementwise.names, family.matrix_state} & {*family.states} - family.optional_states),
         tuple((name, state.get(name, value)) for name, value in scalars.items()),
     )
     record.has_state = True
@@ -159,7 +159,7 @@ def clear_state(record: ParameterRecord, core: StateOwner) -> None:
     """
     core.handed_out.forget(record)
     # Clear it even if no step was completed: a step that failed half way wrote here too.
-    core.store.clear_state(record.index)
+    core.store.states.clear(record.index)
     record.history = History()
     record.has_state = record.has_master = False
     record.published = None

@@ -345,7 +345,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             )
         window = core.window
         if core._source is not None:
-            core.store.check_usable()
+            core.store.states.check_usable()
             if window.scale(core.source.fingerprint) != window.unclipped:
                 raise LongshoreError(
                     "optimizer.clip_grad_norm_() has clipped the gradients of this window, which are not copied: copy "
@@ -398,14 +398,14 @@ class TiledOptimizer(torch.optim.Optimizer):
         for record in core.records:
             if record.has_master:
                 record.check()
-                core.store.adopt(record.index, record.values(), keep_matching=True)
+                core.store.states.adopt(record.index, record.values(), keep_matching=True)
                 record.mark_published()
         core.handed_out.follow(core, core.parameters)
 
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of steps ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
-        return self._core.store.tiles.speculation
+        return self._core.store.tiles.tier.speculator.record
 
     def host_bytes(self) -> dict[str, int]:
         """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``

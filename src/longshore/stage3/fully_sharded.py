@@ -30,13 +30,13 @@ from longshore.ranks.data_plane import SharedBlock, SharedMemory
 from longshore.ranks.meeting import Action, Epoch
 from longshore.ranks.twin_groups import Twins, twin_of, twins_of
 from longshore.stage3.fsdp import CopiesOfShards, FullyShardedModel
-from longshore.store.ownership import Ownership, SharedResidence
+from longshore.store.ownership import SharedOwnership, SharedResidence
 
 _LOOK_S = 1.0
 """Seconds between a rank's checks of whether it waits for others."""
 
 
-class GridOwnership(Ownership):
+class GridOwnership(SharedOwnership):
     """Ownership at stage 3: each rank steps its shards of the model's ``parameters`` (by index; it may grow)."""
 
     replicates = False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError
 from longshore.ranks.data_plane import Outgoing
-from longshore.store.ownership import Ownership
+from longshore.store.ownership import SharedOwnership
 from longshore.tiles import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
 from longshore.tiles.events import Recorder, commit_moves
 from longshore.transfer import CopyStreams
@@ -62,7 +62,7 @@ class RankExchange(MatrixExchange):
     """
 
     def __init__(
-        self, ownership: Ownership, matrices: Sequence[Matrix], streams: CopyStreams, recorder: Recorder
+        self, ownership: SharedOwnership, matrices: Sequence[Matrix], streams: CopyStreams, recorder: Recorder
     ) -> None:
         self._ownership = ownership
         self._collectives = ownership.collectives

@@ -9,13 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.errors import LongshoreError
 from longshore.kernels import HostRule, Scale
+from longshore.layout.formats import StateFormat
 from longshore.layout.layout import Bucket, Layout
-from longshore.layout.tiles import Range
+from longshore.layout.tiles import Range, Spec
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.meeting import Action
 from longshore.store.agreement import as_flags, as_words
-from longshore.store.store import Residence
+from longshore.store.store import Ownership, Residence
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
@@ -52,7 +54,7 @@ def slice_entries(ranges: Sequence[Range], start: int, numel: int) -> list[Slice
     return found
 
 
-class Ownership:
+class SharedOwnership(Ownership):
     """The layout of one optimizer over ranks, and the communication that it needs. In this class each rank steps its
     shard of every bucket.
 
@@ -65,16 +67,63 @@ class Ownership:
         replicates: whether every rank has all of each parameter on its device.
         averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
         layout: of all parameters; replaced where some are added.
+        closed: whether this rank meets the others no more.
     """
 
+    alone = False
     replicates = True
 
     def __init__(self, collectives: CollectiveThread, layout: Layout, gather_numel: int = GATHER_NUMEL) -> None:
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.layout = layout
+        self.closed = False
         on_cpu = collectives.data.device.type == "cpu"
         self._gather_numel = min(gather_numel, GATHER_NUMEL if on_cpu else DEVICE_GATHER_NUMEL)
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self.layout.specs
+
+    def add(self, specs: Iterable[Spec]) -> Sequence[Spec]:
+        added, former = list(specs), self.layout
+        self._check_undivided(added)
+        self.layout = former.extended(added)
+        return self.layout.parts(len(former.buckets))
+
+    def _check_undivided(self, specs: Iterable[Spec]) -> None:
+        """Raise ValueError if tensor parallelism divides parameters that have to be known as a whole."""
+        if self.averaging_collectives is self.collectives:
+            return
+        for spec in specs:
+            if spec.matrix is not None:
+                raise ValueError(
+                    "Muon needs whole matrices, and tensor parallelism has divided them: train without it, or with "
+                    "AdamW"
+                )
+            if spec.coding.format is not StateFormat.FP32:
+                raise ValueError(
+                    f"states={spec.coding.format.value!r} needs the places of elements in whole parameters, which "
+                    "tensor parallelism has divided: train without it, or leave states out"
+                )
+
+    def owned(self, parameter: int) -> Sequence[Range]:
+        return self.layout.owned(parameter)
+
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        return self.layout.division.part(parameter, values)
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        return self.layout.division.held(parameter, values)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise LongshoreError(
+                "engine.destroy() was called (or close() of its optimizer), so this rank meets the others no more: "
+                "read and write optimizer state before it; call initialize() again to train on"
+            )
+
+    def drain(self) -> None:
+        self.collectives.drain()
 
     def close(self) -> None:
         """End the threads of this object; :attr:`collectives` goes on."""
@@ -103,16 +152,9 @@ class Ownership:
                         targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
     def assemble(self, parameter: int, which: str, read: Callable[[Range], Tensor]) -> Tensor:
-        """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range,
-        and ``which`` is its name. All ranks have to call this method."""
         if parameter not in self.layout.bucket_of:
             return torch.empty(0, dtype=torch.float32, device="cpu")
         return self._from_ranks(parameter, which, [read(owned) for owned in self.layout.owned(parameter)])
-
-    def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
-        """Return a whole parameter (float32, flat, on the CPU); ``held`` is the part that this rank has on its device.
-        All ranks have to call this method."""
-        return held
 
     def _from_ranks(self, parameter: int, which: str, parts: Sequence[Tensor]) -> Tensor:
         """Return a whole parameter, or its state ``which``, from the parts of all ranks; ``parts`` are this rank's."""
@@ -142,8 +184,8 @@ class Ownership:
         return sum(parts.view(-1).tolist())
 
 
-class ReplicatedOwnership(Ownership):
-    """Ownership at stage 0: each rank steps everything, with the same gradients."""
+class ReplicatedOwnership(SharedOwnership):
+    """SharedOwnership at stage 0: each rank steps everything, with the same gradients."""
 
     def spread(self, bucket: Bucket, reduced: list[tuple[Range, Tensor]]) -> Iterable[tuple[Range, Tensor]]:
         values = {owned.key: tensor for owned, tensor in reduced}
@@ -204,7 +246,7 @@ class SharedResidence(Residence):
 class OwnedForecast(Forecast):
     """Forecast for the ranges that this rank owns, from one for whole parameters."""
 
-    def __init__(self, whole: Forecast, ownership: Ownership) -> None:
+    def __init__(self, whole: Forecast, ownership: SharedOwnership) -> None:
         self._whole = whole
         self._ownership = ownership
 

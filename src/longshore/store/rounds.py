@@ -29,7 +29,7 @@ from longshore.layout.tiles import Range
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.meeting import Action
 from longshore.store.agreement import Statement, agreement_of, as_flags, as_words
-from longshore.store.ownership import Ownership, SliceEntry, slice_entries, slices
+from longshore.store.ownership import SharedOwnership, SliceEntry, slice_entries, slices
 from longshore.tiles import Ended, Tiles
 
 SLICE_NUMEL = 1 << 22
@@ -276,7 +276,7 @@ class LocalGradients:
         settled: how many agreements reduced gradients that were kept until then.
     """
 
-    def __init__(self, tiles: Tiles, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, tiles: Tiles, ownership: SharedOwnership, settings: ReductionSettings) -> None:
         # These are fixed.
         self._tiles = tiles
         self._ownership = ownership

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,16 +13,14 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError, LongshoreError, debugging
 from longshore.interrupts import deferred_interrupts
 from longshore.kernels import MatrixRule, Scale
-from longshore.layout.formats import StateFormat
-from longshore.layout.layout import Layout
-from longshore.layout.tiles import Range, Spec
+from longshore.layout.tiles import Spec
 from longshore.ranks.meeting import REFUSED, Action
 from longshore.store.agreement import Statement, agreement_of, check_same, verdict_number
 from longshore.store.exchange import RankExchange
-from longshore.store.ownership import OwnedForecast, Ownership, SharedResidence
+from longshore.store.ownership import OwnedForecast, SharedOwnership, SharedResidence
 from longshore.store.rounds import LocalGradients, ReductionSettings
 from longshore.store.store import Store
-from longshore.tiles import Breakage, Ended, Forecast, Matrix, ParameterStep, Recorder, Tiles, broken_state_error
+from longshore.tiles import Breakage, Ended, Forecast, Matrix, ParameterStep, Recorder, Tiles
 from longshore.tiles.matrix_exchange import reserve
 
 
@@ -31,62 +28,24 @@ class ShardedStore(Store):
     """Store whose state is spread over ranks.
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
-    :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
+    :meth:`sum_of_squares`, :meth:`commit` and :meth:`States.read`.
     """
 
-    alone: ClassVar[bool] = False
-
     def __init__(
-        self, tiles: Tiles, ownership: Ownership, residence: SharedResidence, settings: ReductionSettings
+        self, tiles: Tiles, ownership: SharedOwnership, residence: SharedResidence, settings: ReductionSettings
     ) -> None:
-        super().__init__(tiles)
+        super().__init__(tiles, ownership)
         self.residence: SharedResidence = residence
-        self.ownership, self.collectives = ownership, ownership.collectives
+        self.ownership: SharedOwnership = ownership
+        self.collectives = ownership.collectives
         self._settings = settings
         self.epoch = ownership.collectives.epoch
         self._gradients = LocalGradients(tiles, ownership, settings)
-        self._broken: Breakage | None = None
-        """Why a step that all ranks had agreed on ended half way, on this rank or another one."""
-        self._closed = False
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of all parameters over the ranks."""
-        return self.ownership.layout
-
-    def __contains__(self, parameter: int) -> bool:
-        return parameter in self.layout.specs
-
-    @property
-    def broken(self) -> Breakage | None:
-        return self._broken
-
-    @broken.setter
-    def broken(self, broken: Breakage | None) -> None:
-        self._broken = broken
 
     def add_parameters(self, specs: Iterable[Spec]) -> None:
-        added, former = list(specs), self.layout
-        self._check_undivided(added)
-        layout = self.ownership.layout = former.extended(added)
-        self.tiles.add(layout.parts(len(former.buckets)))
-        self._gradients.order += range(len(former.buckets), len(layout.buckets))
-
-    def _check_undivided(self, specs: Iterable[Spec]) -> None:
-        """Raise ValueError if tensor parallelism divides parameters that have to be known as a whole."""
-        if self.ownership.averaging_collectives is self.collectives:
-            return
-        for spec in specs:
-            if spec.matrix is not None:
-                raise ValueError(
-                    "Muon needs whole matrices, and tensor parallelism has divided them: train without it, or with "
-                    "AdamW"
-                )
-            if spec.coding.format is not StateFormat.FP32:
-                raise ValueError(
-                    f"states={spec.coding.format.value!r} needs the places of elements in whole parameters, which "
-                    "tensor parallelism has divided: train without it, or leave states out"
-                )
+        former = len(self.ownership.layout.buckets)
+        super().add_parameters(specs)
+        self._gradients.order += range(former, len(self.ownership.layout.buckets))
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         super().set_recorders(recorders)
@@ -100,7 +59,7 @@ class ShardedStore(Store):
             self.window.check()
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        self.check_usable()
+        self.states.check_usable()
         self._check_not_over()
         if reduce:
             self.residence.into_backward()
@@ -117,14 +76,14 @@ class ShardedStore(Store):
             self.window.gave_up = True
 
     def foresee(self, forecast: Forecast) -> None:
-        self.tiles.foresee(OwnedForecast(forecast, self.ownership))
+        super().foresee(OwnedForecast(forecast, self.ownership))
 
     def expect_backwards(self, backwards: int) -> None:
         self.tiles.expect_backwards(backwards if self._settings.each_backward else 1)
 
     def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
         if by_hook:
-            self.check_usable()
+            self.states.check_usable()
         self._gradients.arrive(parameter, gradient, by_hook)
         return None
 
@@ -132,11 +91,11 @@ class ShardedStore(Store):
         return self._gradients.arrivals.get(parameter, 0)
 
     def reduced(self, parameter: int) -> int | None:
-        elsewhere = parameter in self.layout.bucket_of and not self.owned(parameter)
+        elsewhere = parameter in self.ownership.layout.bucket_of and not self.ownership.owned(parameter)
         return None if elsewhere else super().reduced(parameter)
 
     def forget(self, parameter: int) -> None:
-        self.check_usable()
+        self.states.check_usable()
         if self._gradients.forget(parameter):
             self.window.fail(
                 GradientError(
@@ -146,7 +105,7 @@ class ShardedStore(Store):
             )
 
     def discard(self, how: Ended = Ended.DISCARDED) -> None:
-        self.check_usable()
+        self.states.check_usable()
         told = False
         try:
             self.collectives.drain()  # a round that is still to take place belongs to this window, not to the next
@@ -193,13 +152,13 @@ class ShardedStore(Store):
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None, *, reading: bool = False
     ) -> Mapping[int, Tensor | None]:
-        self.check_usable()
+        self.states.check_usable()
         self._check_not_over()
         if not reading:
             self.residence.check_outside_of_gather(Action.STEP)
         window, local = self.window, self._gradients
         closing, kept = local.take()
-        layout, order = self.layout, local.planned_order()
+        layout, order = self.ownership.layout, local.planned_order()
         parameters = list(layout.specs)
         backwards, used = local.backwards, [parameter in local.arrivals for parameter in parameters]
         ready, reduced = local.marks(), local.rounds + local.settled
@@ -259,7 +218,7 @@ class ShardedStore(Store):
         counted: dict[int, Tensor | None] = {}
         repeated: dict[int, Tensor | None] = {}
         for parameter in gradients:
-            for each in self.owned(parameter):
+            for each in self.ownership.owned(parameter):
                 (counted if each.counts else repeated)[each.key] = None
         part, other = (self.tiles.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
         # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
@@ -267,17 +226,17 @@ class ShardedStore(Store):
 
     @deferred_interrupts()  # the others step as well
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
-        self.check_usable()
+        self.states.check_usable()
         exchange = self._exchange_of(steps)
         try:
             self._meet(Action.COMMIT, verdict_number(steps, scale))
         except KeyboardInterrupt as error:  # the others may step
-            self.broken = Breakage.by(error)
+            self.tiles.broken = Breakage.by(error, shared=True)
             raise
         own = {
             each.key: ParameterStep(step.rule, step.target[each.held], None)
             for parameter, step in steps.items()
-            for each in self.owned(parameter)
+            for each in self.ownership.owned(parameter)
         }
         failure: BaseException | None = None
         try:
@@ -295,7 +254,7 @@ class ShardedStore(Store):
             agreed = agreement_of(self.collectives.rows(torch.tensor(said.numbers())), said)
             agreed.check(self.collectives.rank, failure, BrokenStateError)
             with self.tiles.streams.aside(ready):
-                for bucket in self.layout.buckets:
+                for bucket in self.ownership.layout.buckets:
                     if active := bucket.parameters & steps.keys():
                         self.ownership.publish(bucket, {parameter: steps[parameter].target for parameter in active})
 
@@ -303,7 +262,7 @@ class ShardedStore(Store):
             self.collectives.run(publish)
             then()
         except BaseException as error:
-            self.broken = Breakage.by(failure or error)
+            self.tiles.broken = self.tiles.broken or Breakage.by(failure or error, shared=True)
             raise
         finally:
             failure = None  # its traceback has this frame: a cycle, with the store in it
@@ -316,8 +275,8 @@ class ShardedStore(Store):
         steps."""
         matrices: list[Matrix] = []
         for parameter, step in sorted(steps.items()):
-            if isinstance(step.rule, MatrixRule) and parameter in self.layout.bucket_of:
-                matrix = self.layout.specs[parameter].matrix
+            if isinstance(step.rule, MatrixRule) and parameter in self.ownership.layout.bucket_of:
+                matrix = self.ownership.layout.specs[parameter].matrix
                 assert matrix is not None
                 matrices.append(Matrix(parameter, matrix.layout, step.rule))
         if not matrices:
@@ -330,62 +289,17 @@ class ShardedStore(Store):
             raise
         return exchange
 
-    # -- state ----------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LongshoreError(
-                "engine.destroy() was called (or close() of its optimizer), so this rank meets the others no more: "
-                "read and write optimizer state before it; call initialize() again to train on"
-            )
-
-    def check_usable(self) -> None:
-        self._check_open()
-        self.tiles.check_usable()
-        if self.broken is not None:
-            raise broken_state_error(self.broken, " on this or another rank", " on every rank")
-
-    def _before_writing(self) -> None:
-        """Wait for rounds under way before state is written: each arrival may start work that reads it."""
-        self._check_open()
-        try:
-            self.collectives.drain()
-        except LongshoreError as failure:
-            self.window.fail(failure)
-
     def meet(self, loading: bool) -> None:
-        self._check_open()
+        self.ownership.check_open()
         action = Action.LOAD if loading else Action.SAVE
         self.residence.check_outside_of_gather(action)
         self.residence.outside_of_the_model(action)
         self._meet(action, 0)
         if loading:
-            self._before_writing()
-
-    def begin_load(self) -> None:
-        self._before_writing()
-        self.tiles.begin_load()
-        self.broken = None
-        self.window.end(Ended.DISCARDED)
-
-    def read_state(self, parameter: int, which: str) -> Tensor:
-        self.check_usable()
-        return self.ownership.assemble(parameter, which, lambda each: self.tiles.read_state(each.key, which))
-
-    def owned(self, parameter: int) -> Sequence[Range]:
-        return self.layout.owned(parameter)
-
-    def part(self, parameter: int, values: Tensor) -> Tensor:
-        return self.layout.division.part(parameter, values)
-
-    def held(self, parameter: int, values: Tensor) -> Tensor:
-        return self.layout.division.held(parameter, values)
-
-    def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        return self.ownership.assemble_values(parameter, held)
+            self.states.before_writing()
 
     def close(self) -> None:
-        self._closed = True
+        self.ownership.closed = True
         self.residence.close()
         self.ownership.close()
         self.collectives.close()

@@ -3,12 +3,12 @@
 from longshore.tiles.arrivals import Accumulate
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating
 from longshore.tiles.matrix_exchange import MATRICES_UNDER_WAY, LocalExchange, Matrix, MatrixExchange
-from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.speculation import SpeculationMemory, SpeculationRecord, memory_for_speculation
+from longshore.tiles.states import RangeStates, StateSnapshot
 from longshore.tiles.tier import Tier, TierSettings
 from longshore.tiles.tile import GRADIENT, MASTER, Forecast, ParameterStep, TileState
 from longshore.tiles.tiles import RepeatedCommit, Tiles
-from longshore.tiles.window import Breakage, Ended, Entry, FailedThere, Fingerprint, Seen, Window, broken_state_error
+from longshore.tiles.window import Breakage, Ended, Entry, FailedThere, Fingerprint, Seen, Window
 
 __all__ = [
     "GRADIENT",
@@ -26,6 +26,7 @@ __all__ = [
     "Matrix",
     "MatrixExchange",
     "ParameterStep",
+    "RangeStates",
     "Ranges",
     "Recorder",
     "RepeatedCommit",
@@ -39,6 +40,5 @@ __all__ = [
     "Tiles",
     "Window",
     "annotating",
-    "broken_state_error",
     "memory_for_speculation",
 ]

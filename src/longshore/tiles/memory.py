@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import HostMemoryError
-from longshore.kernels import Buffer, EncodedBuffer, format_of, master_of, new_buffer, read_state
-from longshore.layout.formats import NEVER_NEGATIVE, StateFormat
+from longshore.kernels import Buffer, EncodedBuffer, format_of, new_buffer
+from longshore.layout.formats import StateFormat
 from longshore.layout.tiles import SegmentLayout, padded_bytes
 from longshore.transfer import Copy, CopyStreams, allocate_private
 
@@ -94,14 +94,6 @@ class BufferKind(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.format.buffer_bytes(self.arrays, self.numel, self.own_master)
-
-
-def read_array(buffer: Buffer, arrays: Sequence[str], which: str, elements: slice) -> Tensor:
-    """Return some elements of one array, float32: a view, or decoded. ``arrays`` names those of a buffer with a master,
-    which may lack it."""
-    if which == arrays[0]:
-        return master_of(buffer)[elements]
-    return read_state(buffer, len(arrays) - arrays.index(which), elements, which in NEVER_NEGATIVE)
 
 
 _Sort = tuple[StateFormat, int, int, bool]

@@ -7,21 +7,21 @@ Gradients are copied to a tier during backward (:meth:`Tier.bring`) or in the st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.accelerator import Mark
-from longshore.kernels import HostKernels, Kernels, Outputs, Scale
+from longshore.errors import LongshoreError
+from longshore.kernels import Buffer, HostKernels, Kernels, Outputs, Scale, block_of
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import Home, MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
 from longshore.tiles.events import NO_RECORDER, PUBLISH, Recorder, Recorders
 from longshore.tiles.matrix_exchange import LocalExchange, MatrixMemory
-from longshore.tiles.memory import BufferPool, PendingReads, Slot, Slots, allocator_on
-from longshore.tiles.snapshot import Snapshots
+from longshore.tiles.memory import BufferKind, BufferPool, PendingReads, Slot, Slots, allocator_on
 from longshore.tiles.speculation import SpeculationMemory, Speculator
 from longshore.tiles.tile import (
     MASTER,
@@ -36,6 +36,8 @@ from longshore.tiles.tile import (
 from longshore.transfer import Bundle, Copy, CopyStreams, wait_for_all
 from longshore.transfer.runner import runner_for
 
+_PART_OF_DEVICE = 4
+"""Part of the free memory of a device that other buffers may take while a snapshot is read: one in so many."""
 _SUM_SLOTS_STAY = 2
 """Number of steps without a sum after which memory for sums from the device is given back."""
 
@@ -66,6 +68,93 @@ class TierSettings(NamedTuple):
     accumulate: Accumulate = "host"
     """Where several gradients of a window are added."""
     home: Home = Home.HOST
+
+
+class Snapshots:
+    """Replacement of buffers that a snapshot has still to read, for the tiles of one tier.
+
+    Args:
+        buffers: the tiles' pool, which was made with ``pending_reads``.
+        pending_reads: the buffers that are still to be read.
+        speculator: lends its spare buffers, if it has any.
+        device: device of the buffers.
+    """
+
+    def __init__(
+        self, buffers: BufferPool, pending_reads: PendingReads, speculator: Speculator, device: torch.device
+    ) -> None:
+        self._buffers = buffers
+        self._pending_reads = pending_reads
+        self._speculator = speculator
+        self._device = device
+        self._most_bytes = 0
+        """Limit of the tiles' pool while other buffers are taken from it, in bytes."""
+        self.active = False
+        """Whether a snapshot may still have buffers to read, or buffers to give back."""
+
+    def prepare(self, memory_bytes: int) -> None:
+        """Prepare to take a snapshot.
+
+        Args:
+            memory_bytes: host memory for other buffers, if the speculator has none to lend (for buffers on a device, a
+                part of the free memory there is used instead). A step that needs more waits for the reader.
+
+        Raises:
+            LongshoreError: the previous snapshot is still being read.
+        """
+        self.collect()
+        if self._pending_reads:
+            raise LongshoreError("another checkpoint of this optimizer is still being written: wait for it first")
+        self.active = True
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # the reader is on another stream
+            memory_bytes = torch.get_device_module(self._device).mem_get_info(self._device)[0] // _PART_OF_DEVICE
+        self._most_bytes = self._buffers.allocated_bytes + memory_bytes
+
+    @contextlib.contextmanager
+    def buffer_for(self, tile: Tile) -> Iterator[Buffer | None]:
+        """Yield the buffer to step the tile into, which the caller makes the tile's; None: step it in place."""
+        old = unused = tile.buffer
+        buffer = None if old is None else self._other_than(old, tile.buffer_kind)
+        try:
+            yield buffer
+        except BaseException:
+            unused = buffer
+            raise
+        finally:
+            if buffer is not None and unused is not None:
+                # An old buffer becomes free once it has been read.
+                (self._speculator.spares or self._buffers).give_back(unused)
+
+    def make_writable(self, tile: Tile) -> None:
+        """Prepare for a write to the tile's buffer that is not a step."""
+        with self.buffer_for(tile) as buffer:
+            if buffer is not None and tile.buffer is not None:
+                block_of(buffer).copy_(block_of(tile.buffer))
+                tile.buffer = buffer
+
+    def collect(self) -> None:
+        """Free the buffers that have been read, and after the last of them release the memory that no tile needs."""
+        pools = [pool for pool in (self._buffers, self._speculator.spares) if pool is not None]
+        for pool in pools:
+            pool.collect()
+        if self.active and not self._pending_reads and not any(pool.unread for pool in pools):
+            self.active = False
+            self._buffers.clear()
+
+    def _other_than(self, buffer: Buffer, kind: BufferKind) -> Buffer | None:
+        while True:
+            released = self._pending_reads.released  # read first, so that a later release ends the wait
+            if buffer not in self._pending_reads:
+                return None
+            self.collect()
+            if self._speculator.spares is not None:  # then no tile has its masters elsewhere
+                spare = self._speculator.lend(kind)
+            else:
+                spare = self._buffers.take_within(kind, self._most_bytes)
+            if spare is not None:
+                return spare
+            self._pending_reads.wait_for(released)
 
 
 class Tier:
@@ -147,7 +236,7 @@ class Tier:
             self.slots.grow(max(tile.output_bytes for tile in shared), min(PIPELINE_DEPTH, len(self.tiles)))
 
     def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str]) -> None:
-        """See :meth:`Tiles.set_states`; no work may be under way."""
+        """See :meth:`RangeStates.set_states`; no work may be under way."""
         changed = {
             arrays: (MASTER, *states)
             for arrays, states in ((self.elementwise, elementwise), (self.of_matrices, of_matrices))

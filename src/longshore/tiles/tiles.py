@@ -22,33 +22,25 @@ from longshore.kernels import (
     HostRule,
     Scale,
     SegmentTable,
-    master_of,
     total_of_blocks,
-    write_state,
-    zero_elements,
 )
 from longshore.kernels.base import DTYPE_CODES
-from longshore.layout.formats import NEVER_NEGATIVE, Coding
+from longshore.layout.formats import Coding
 from longshore.layout.tiles import NORM_BLOCK_NUMEL, Home, Spec, TileRun, runs_by_home
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.tiles.in_place import InPlace
 from longshore.tiles.matrix_exchange import MatrixExchange
-from longshore.tiles.memory import PendingReads, read_array
-from longshore.tiles.snapshot import Read, StateSnapshot
-from longshore.tiles.speculation import SpeculationRecord
+from longshore.tiles.memory import PendingReads
 from longshore.tiles.tier import Active, Tier, TierSettings
 from longshore.tiles.tile import (
-    GRADIENT,
-    MASTER,
     ArrayNames,
-    Forecast,
     ParameterStep,
     Segment,
     Tile,
     TileEvent,
     TileState,
 )
-from longshore.tiles.window import Breakage, Window, broken_state_error
+from longshore.tiles.window import Breakage, Window
 
 
 class Tiles:
@@ -79,14 +71,14 @@ class Tiles:
         self.window = Window() if window is None else window
         self._gradient_dtype = gradient_dtype
         self._ratio = ratio
-        self._values_of = values_of
+        self.values_of = values_of
         self._settings = tiers[-1]
         self.streams = self._settings.streams
         self.kernels = self._settings.kernels
         # Grow with parameters.
         self.tiles: list[Tile] = []
-        self._pending_reads = PendingReads()
-        self.tiers = tuple(Tier(settings, self._pending_reads) for settings in tiers)
+        self.pending_reads = PendingReads()
+        self.tiers = tuple(Tier(settings, self.pending_reads) for settings in tiers)
         self.tier = self.tiers[-1]
         """The tier of all parameters but those that another one has."""
         self.recorder: Recorder = NO_RECORDER
@@ -105,50 +97,11 @@ class Tiles:
     def __len__(self) -> int:
         return len(self.tiles)
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays of a parameter that is no matrix: ``"master"``, then the states of its rule."""
-        return self.tier.elementwise.names
-
-    @property
-    def matrix_arrays(self) -> tuple[str, ...]:
-        """Names of the arrays of a matrix."""
-        return self.tier.of_matrices.names
-
-    def _placed(self, parameter: int) -> Iterator[tuple[Tier, Tile, Segment]]:
+    def placed(self, parameter: int) -> Iterator[tuple[Tier, Tile, Segment]]:
         """Yield the tiles of a parameter, each with its tier and the parameter's segment."""
         for tier in self.tiers:
             for tile, segment in tier.parts[parameter]:
                 yield tier, tile, segment
-
-    def _masters(self, parameter: int) -> Iterator[tuple[Tier, Segment, Tensor]]:
-        """Yield the parts of a parameter's master in state buffers, which may not have been made before a step; none if
-        the parameter is its own master."""
-        for tier, tile, segment in self._placed(parameter):
-            buffer = tile.have_buffer(tier.buffers)
-            if not tile.own_master:
-                yield tier, segment, master_of(buffer)[segment.layout.in_buffer]
-
-    def _read(self, parameter: int, which: str) -> Iterator[tuple[Segment, Tensor]]:
-        """Yield the parts of one array of a parameter, float32: in state buffers, or in the parameter that is its own
-        master."""
-        for tier, tile, segment in self._placed(parameter):
-            buffer = tile.have_buffer(tier.buffers)
-            if which != MASTER or not tile.own_master:
-                yield segment, read_array(buffer, tile.arrays.names, which, segment.layout.in_buffer)
-            elif self._values_of is not None:
-                yield segment, segment.part_of(self._values_of(parameter))
-
-    def _write(self, parameter: int, which: str, values: Tensor) -> None:
-        """Write one array of a parameter to state buffers; a parameter that is its own master stays as it is."""
-        for tier, tile, segment in self._placed(parameter):
-            buffer, names = tile.have_buffer(tier.buffers), tile.arrays.names
-            from_last = len(names) - names.index(which)
-            part = segment.part_of(values)
-            if which != MASTER:
-                write_state(buffer, from_last, segment.layout.in_buffer, which in NEVER_NEGATIVE, part)
-            elif not tile.own_master:
-                master_of(buffer)[segment.layout.in_buffer].copy_(part)
 
     def add(self, specs: Iterable[Spec]) -> None:
         """Lay out parameters in new tiles, in the order in which their gradients come last to first."""
@@ -188,7 +141,7 @@ class Tiles:
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         added: list[Tile] = []
         for run in runs:
-            outputs = tier.outputs_of(run.dtype, ours and self._values_of is not None)
+            outputs = tier.outputs_of(run.dtype, ours and self.values_of is not None)
             for layout in run.layouts(first + len(added)):
                 added.append(Tile(layout, run.dtype, self._gradient_dtype or run.dtype, arrays, outputs, codings))
         for tile in added if ours else ():
@@ -202,13 +155,6 @@ class Tiles:
         for tier in self.tiers:
             tier.remove(parameters)
         self.tiles = [tile for tier in self.tiers for tile in tier.tiles]
-
-    def set_states(self, elementwise: Sequence[str], of_matrices: Sequence[str] = ()) -> None:
-        """Name the state arrays of parameters that are stepped one element at a time, and of matrices, in the order in
-        which their rules read them; arrays that later calls add are zero."""
-        self._drain()
-        for tier in self.tiers:
-            tier.set_states(elementwise, of_matrices)
 
     def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
@@ -225,21 +171,11 @@ class Tiles:
             for tier in self.tiers:
                 tier.arrive(parameter, gradient)
 
-    def foresee(self, forecast: Forecast) -> None:
-        """Set the forecast of the next commit, for tiles that are stepped ahead of it."""
-        for tier in self.tiers:
-            tier.speculator.forecast = forecast
-
     def expect_backwards(self, backwards: int) -> None:
         """Set the number of backwards of the current window; without this, it is expected to be that of the last."""
         with self._lock:
             for tile in self.tiles:
                 tile.expect(backwards)
-
-    @property
-    def speculation(self) -> SpeculationRecord | None:
-        """Record of steps ahead in the last window; None if this store never steps ahead."""
-        return self.tier.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         """Return how many gradients of ``parameter`` arrived in this window."""
@@ -248,19 +184,16 @@ class Tiles:
                 return segment.arrivals  # all segments have equally many
         return 0
 
-    def reduced(self, parameter: int) -> int:
-        """Return how many gradients of ``parameter`` each of its tiles has: the least of them."""
-        return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
-
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
         self.check_usable()
         with self._lock:
             self._fail_by(tier.let_sums_leave() for tier in self.tiers)
-        self._drain()
+        self.drain()
         self.window.check()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Wait for the work under way, which reads states, and fail the window if any of it failed."""
         # A worker reports a failure once; the window stays incomplete until it is discarded.
         self._fail_by(tier.drain() for tier in self.tiers)
 
@@ -276,8 +209,8 @@ class Tiles:
             for tier in self.tiers:
                 tier.device_sums.clear() if parameter is None else tier.device_sums.pop(parameter)
             if parameter is not None:
-                self._drain()
-                for tier, tile, segment in self._placed(parameter):
+                self.drain()
+                for tier, tile, segment in self.placed(parameter):
                     if tile.forget(segment) == 0:
                         tier.end_window([tile], TileEvent.DISCARD)
                     tier.speculator.drop(tile)
@@ -313,7 +246,7 @@ class Tiles:
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
-            for _, tile, segment in self._placed(parameter):
+            for _, tile, segment in self.placed(parameter):
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         with self.committing(stepped, (parameter for parameter, step in steps.items() if step.gradient is not None)):
@@ -356,22 +289,20 @@ class Tiles:
 
     def host_bytes(self) -> dict[str, int]:
         """Return the host bytes by kind, which are counted, not measured."""
-        return self._bytes(Home.HOST) or dict.fromkeys(self.tier.state_bytes(), 0)
+        counted = self.tier.state_bytes()
+        return counted if self.tier.home is Home.HOST else dict.fromkeys(counted, 0)
 
     def device_bytes(self) -> dict[str, int]:
         """Return the device bytes by kind, which are counted, not measured; empty if all is on the host."""
-        return self._bytes(Home.DEVICE)
-
-    def _bytes(self, home: Home) -> dict[str, int]:
         counted: Counter[str] = Counter()
         for tier in self.tiers:
-            if tier.home is home:
+            if tier.home is Home.DEVICE:
                 counted.update(tier.state_bytes())
-            elif home is Home.DEVICE and tier.device_sums:
+            elif tier.device_sums:
                 counted.update({"accumulators": tier.device_sums.num_bytes})
         return dict(counted)
 
-    # -- optimizer state ------------------------------------------------------
+    # -- usability ------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise BrokenStateError if the state is broken, LongshoreError if it is gone or another process's."""
@@ -386,116 +317,19 @@ class Tiles:
                 "before it; call initialize() again to train on"
             )
         if self.broken is not None:
-            raise broken_state_error(self.broken)
+            raise self.broken.error()
 
     def begin_load(self) -> None:
         """Drop all gradients and reset ``broken``, because whole states are about to be written."""
         with self._lock:
             for tier in self.tiers:
                 tier.device_sums.clear()
-            self._drain()
+            self.drain()
             for tier in self.tiers:
                 tier.end_window(tier.tiles, TileEvent.LOAD)
                 tier.sums.trim()
                 tier.speculator.end_window(tier.tiles, None)
             self.broken = None
-
-    def _void(self, parameter: int) -> None:
-        # The parameter's buffers or gradient are about to be written.
-        self._drain()
-        for tier, tile, _ in self._placed(parameter):
-            tier.speculator.void(tile)
-            tier.snapshots.make_writable(tile)
-
-    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> StateSnapshot:
-        """Return the state as it is now, for another thread to read while this one goes on.
-
-        Args:
-            reads: everything that will be read: indices of parameters, and names of arrays. A parameter that is its own
-                master has none here.
-            memory_bytes: memory for further buffers, if there are no spares. A step that needs more has to wait.
-
-        Raises:
-            BrokenStateError: see :meth:`check_usable`.
-            LongshoreError: the previous snapshot is not closed.
-        """
-        self.check_usable()
-        masters = [parameter for parameter, which in reads if which == MASTER]
-        assert not any(tile.own_master for parameter in masters for _, tile, _ in self._placed(parameter))
-        self._drain()
-        for tier in self.tiers:
-            tier.snapshots.prepare(memory_bytes)
-        buffers = {
-            parameter: [
-                (tile.have_buffer(tier.buffers), segment.layout) for tier, tile, segment in self._placed(parameter)
-            ]
-            for parameter in {parameter for parameter, _ in reads}
-        }
-        arrays = {
-            parameter: next((tile.arrays.names for _, tile, _ in self._placed(parameter)), self.arrays)
-            for parameter in buffers
-        }
-        return StateSnapshot(self._pending_reads, arrays, buffers, reads)
-
-    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        """Set the master to ``values``; see :meth:`Store.adopt`."""
-        self.check_usable()
-        self._void(parameter)
-        for tier, tile, _ in self._placed(parameter):
-            tile.have_buffer(tier.buffers)  # before anything is stepped
-        if keep_matching:
-            self._reconcile(parameter, values, adopt=True)
-            return
-        for tier, segment, master in self._masters(parameter):
-            tier.kernels.accumulate(master, tier.streams.read(segment.part_of(values)), add=False)
-
-    def count_differing(self, parameter: int, values: Tensor) -> int:
-        """Return how many elements of ``values`` differ from the rounded master; bits are compared."""
-        self.check_usable()
-        return self._reconcile(parameter, values, adopt=False)
-
-    def _reconcile(self, parameter: int, values: Tensor, adopt: bool) -> int:
-        return sum(
-            tier.kernels.reconcile(master, tier.streams.read(segment.part_of(values)), adopt=adopt)
-            for tier, segment, master in self._masters(parameter)
-        )
-
-    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
-        """Return whether any bit of one array is not that of ``values`` (float32, flat, on the CPU)."""
-        self.check_usable()
-        return not all(
-            torch.equal(kept.view(torch.int32).cpu(), segment.part_of(values).view(torch.int32))
-            for segment, kept in self._read(parameter, which)
-        )
-
-    def read_state(self, parameter: int, which: str) -> Tensor:
-        """Return a copy of one array, by name: float32, flat, on the host."""
-        if which == GRADIENT:
-            self.settle()
-            found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
-        else:
-            self.check_usable()
-            found = [kept.cpu() for _, kept in self._read(parameter, which)]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        """Set one array, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
-        if which == GRADIENT:
-            self.settle()
-        self.check_usable()
-        self._void(parameter)
-        if which != GRADIENT:
-            self._write(parameter, which, values)
-            return
-        for _, _, segment in self._placed(parameter):
-            segment.wait().copy_(segment.part_of(values))
-
-    def clear_state(self, parameter: int) -> None:
-        """Zero all arrays."""
-        self._void(parameter)
-        for _, tile, segment in self._placed(parameter):
-            if tile.buffer is not None:  # a tile without a buffer has only zeros
-                zero_elements(tile.buffer, segment.layout.in_buffer)
 
     def close(self) -> None:
         """Wait for work under way, and end threads and streams."""
@@ -514,7 +348,7 @@ class Tiles:
         """Give all memory back, after :meth:`close`. Calls that need states or gradients raise LongshoreError then. The
         parameters stay known; none of them has an element here."""
         self._released, former = True, self.tier
-        self.tier = Tier(self._settings, self._pending_reads)
+        self.tier = Tier(self._settings, self.pending_reads)
         self.tiers = (self.tier,)
         self.tier.elementwise, self.tier.of_matrices = former.elementwise, former.of_matrices
         self.tier.parts.update((index, []) for index in former.parts)

@@ -32,23 +32,26 @@ class Breakage(NamedTuple):
     reason: str
     loading: bool = False
     """Whether a checkpoint was being loaded, and not stepped."""
+    shared: bool = False
+    """Whether other ranks cannot step either."""
 
     @classmethod
-    def by(cls, failure: BaseException) -> Breakage:
+    def by(cls, failure: BaseException, shared: bool = False) -> Breakage:
         """Return the record of the error of a step that ended half way."""
-        return cls(f"{type(failure).__name__}: {failure}")
+        return cls(f"{type(failure).__name__}: {failure}", shared=shared)
 
-
-def broken_state_error(breakage: Breakage, where: str = "", on: str = "") -> BrokenStateError:
-    """Return the error of a store whose last commit, or loading of a checkpoint, ended half way."""
-    if breakage.loading:
+    def error(self) -> BrokenStateError:
+        """Return the error of a call that needs the whole state."""
+        on = " on every rank" if self.shared else ""
+        if self.loading:
+            return BrokenStateError(
+                f"a checkpoint was loaded in part only ({self.reason}); load a whole one{on} before going on"
+            )
+        where = " on this or another rank" if self.shared else ""
         return BrokenStateError(
-            f"a checkpoint was loaded in part only ({breakage.reason}); load a whole one{on} before going on"
+            f"an earlier step failed half way{where}, so some weights were stepped and others were not "
+            f"({self.reason}); load the model's weights and the optimizer's state (load_state_dict){on} before going on"
         )
-    return BrokenStateError(
-        f"an earlier step failed half way{where}, so some weights were stepped and others were not "
-        f"({breakage.reason}); load the model's weights and the optimizer's state (load_state_dict){on} before going on"
-    )
 
 
 class FailedThere(Exception):

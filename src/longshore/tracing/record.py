@@ -259,7 +259,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         _record(optimizer, recorder, False)
         for hook in hooks:
             hook.remove()
-        speculation = core_of(optimizer).store.tiles.speculation
+        speculation = core_of(optimizer).store.tiles.tier.speculator.record
         result.events = tuple(in_order(recorder.close()))
         result._spares = 0 if speculation is None else speculation.spares
 
