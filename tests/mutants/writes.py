@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "a tile that is stepped ahead has its masters in the parameters",
         "Tier.__init__",
-        "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes) and (not ahead)",
-        "self._own_masters = isinstance(kernels, HostKernels) and (not streams.publishes)",
+        "self._own_masters = not (kernels.asynchronous or streams.publishes or ahead)",
+        "self._own_masters = not (kernels.asynchronous or streams.publishes)",
         ("tests/optim/test_own_masters.py",),
     ),
     Mutant(

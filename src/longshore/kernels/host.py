@@ -13,7 +13,7 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet, Outputs, SegmentTable
 from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
-from longshore.kernels.buffers import Buffer, EncodedBuffer, block_of, format_of
+from longshore.kernels.buffers import Buffer, block_of, format_of
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
 from longshore.machine.binding import binding_of
@@ -240,9 +240,10 @@ def _rows_of(
 
 def check_buffers(source_buffer: Buffer, target_buffer: Buffer, outputs: Outputs) -> None:
     for buffer in (source_buffer, target_buffer):
-        if isinstance(buffer, EncodedBuffer) and buffer.own_master != (outputs is Outputs.MASTERS):
-            raise ValueError("a buffer has a master unless the outputs are the masters, and only then")
-        if isinstance(buffer, Tensor) and (buffer.dtype != torch.float32 or buffer.dim() != 2):
+        if not isinstance(buffer, Tensor):
+            if buffer.own_master != (outputs is Outputs.MASTERS):
+                raise ValueError("a buffer has a master unless the outputs are the masters, and only then")
+        elif buffer.dtype != torch.float32 or buffer.dim() != 2:
             raise ValueError(
                 f"a buffer is float32 [buffer_arrays, buffer_numel], not {buffer.dtype} {list(buffer.shape)}"
             )

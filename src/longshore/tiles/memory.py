@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import HostMemoryError
-from longshore.kernels import Buffer, EncodedBuffer, format_of, new_buffer
+from longshore.kernels import Buffer, format_of, new_buffer
 from longshore.layout.formats import StateFormat
 from longshore.layout.tiles import SegmentLayout, padded_bytes
 from longshore.transfer import Copy, CopyStreams, allocate_private
@@ -158,7 +158,7 @@ class BufferPool:
         return new_buffer(kind.format, kind.arrays, kind.numel, kind.own_master, self._allocate)
 
     def give_back(self, buffer: Buffer) -> None:
-        own_master = isinstance(buffer, EncodedBuffer) and buffer.own_master
+        own_master = not isinstance(buffer, Tensor) and buffer.own_master
         arrays, numel = buffer.shape
         sort = _sort_of(format_of(buffer), arrays, numel, own_master)
         if self._pending_reads is not None and buffer in self._pending_reads:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longshore.accelerator import Mark
 from longshore.errors import LongshoreError
-from longshore.kernels import Buffer, HostKernels, Kernels, Outputs, Scale, block_of
+from longshore.kernels import Buffer, Kernels, Outputs, Scale, block_of
 from longshore.layout.memory import PIPELINE_DEPTH
 from longshore.layout.tiles import Home, MatrixRange, padded_bytes
 from longshore.tiles.arrivals import Accumulate, Arrivals, DeviceSums
@@ -197,8 +197,8 @@ class Tier:
         self.device_sums = DeviceSums(streams, settings.accumulate if self.hold_gradients else "host")
         self._without_sums = 0
         """Number of steps since a window had several gradients of a parameter."""
-        ahead = settings.speculation_memory if self.hold_gradients and isinstance(kernels, HostKernels) else 0
-        self._own_masters = isinstance(kernels, HostKernels) and not streams.publishes and not ahead
+        ahead = 0 if kernels.asynchronous or not self.hold_gradients else settings.speculation_memory
+        self._own_masters = not (kernels.asynchronous or streams.publishes or ahead)
         """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
         written to the parameter meanwhile."""
         spares = BufferPool(memory, pending_reads)

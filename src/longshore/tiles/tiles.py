@@ -384,7 +384,7 @@ class RepeatedCommit:
     def possible(tiles: Tiles) -> bool:
         """Return whether all tiles are stepped on the host, one element at a time, and nothing is copied."""
         alone = len(tiles.tiers) == 1 and not tiles.tier.ranges
-        return alone and not tiles.streams.staged and isinstance(tiles.kernels, HostKernels)
+        return alone and not tiles.streams.staged and not tiles.kernels.asynchronous
 
     @property
     def undisturbed(self) -> bool:
