@@ -14,7 +14,7 @@ from torch import nn
 
 import longshore
 from engine import freed_cases
-from engine.freed_cases import SIDE, configuration, train
+from engine.freed_cases import LONG, SHORT, configuration, train
 
 Use = Callable[[Any, Path], None]
 
@@ -70,7 +70,7 @@ def test_all_memory_comes_back(kind: str, destroyed: bool) -> None:
         before = private_bytes()
         engine = freed_cases.start(**KINDS[kind])
         train(engine)
-        assert private_bytes() - before >= 2 * SIDE * SIDE
+        assert private_bytes() - before >= 2 * LONG * SHORT
         model, optimizer = engine.module, engine.optimizer
         if destroyed:
             engine.destroy()  # while the engine and its optimizer are kept
