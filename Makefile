@@ -12,7 +12,7 @@ SANITIZERS := address,undefined thread
 PARALLEL := -n 3 --dist worksteal
 QUICK := not medium and not slow
 
-.PHONY: setup demo simulated-device test test-device test-medium test-medium-sample test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device test test-device test-commit test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -40,12 +40,16 @@ test-device: $(SETUP) $(SIMULATED)
 # Tests that take seconds, and more rows of most tables.
 MEDIUM := medium and not slow
 test-medium: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "$(MEDIUM)" $(ROWS)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(MEDIUM)" $(ON_DEVICE) $(ROWS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(MEDIUM)"
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(MEDIUM)" $(ON_DEVICE)
 
-# What CI runs besides: every one of them, with half of its rows, other ones for each commit.
-test-medium-sample: ROWS = --half-of $$(git rev-parse HEAD)
-test-medium-sample: test-medium
+# What CI runs: those of make test, and a quarter of those of make test-medium, other ones for each commit; all of them
+# where the tests of a file are, or a file is, that one of the last five commits touched.
+COMMIT := $$(git rev-parse HEAD)
+QUARTER := --share 0.25 --share-of $(COMMIT) --whole "$$(git log -5 --format= --name-only --diff-filter=AM | tr '\n' ' ')"
+test-commit: $(SETUP) $(SIMULATED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(QUARTER)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" $(ON_DEVICE) $(QUARTER)
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)
@@ -59,8 +63,8 @@ test-slow: $(SETUP) $(SIMULATED)
 
 # A fortieth of that, another one for each commit.
 test-slow-sample: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full" --sample-of $$(git rev-parse HEAD)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE) --sample-of $$(git rev-parse HEAD)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full" --share 0.025 --share-of $(COMMIT)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and slow and not full" $(ON_DEVICE) --share 0.025 --share-of $(COMMIT)
 
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -74,7 +78,7 @@ test-mutants: $(SETUP) $(SIMULATED)
 
 # What fits two minutes, another sample for each commit.
 test-mutants-sample: $(SETUP) $(SIMULATED)
-	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 1 --seed $$(git rev-parse HEAD)
+	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 1 --seed $(COMMIT)
 
 # Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), for as many on
 # two, and for as many on one and on two simulated accelerators, where models are streamed; each that is not plain
@@ -89,10 +93,10 @@ fuzz: $(SETUP) $(SIMULATED)
 
 # Some of each, other programs for each commit.
 fuzz-sample: $(SETUP) $(SIMULATED)
-	$(FUZZ) --minutes 0.7 --ranks 1 --seeds-of $$(git rev-parse HEAD)
-	$(FUZZ) --minutes 0.7 --ranks 2 --seeds-of $$(git rev-parse HEAD)
-	$(FUZZ) --minutes 0.7 --ranks 1 --simulated-device --seeds-of $$(git rev-parse HEAD)
-	$(FUZZ) --minutes 0.5 --ranks 2 --simulated-device --seeds-of $$(git rev-parse HEAD)
+	$(FUZZ) --minutes 0.7 --ranks 1 --seeds-of $(COMMIT)
+	$(FUZZ) --minutes 0.7 --ranks 2 --seeds-of $(COMMIT)
+	$(FUZZ) --minutes 0.7 --ranks 1 --simulated-device --seeds-of $(COMMIT)
+	$(FUZZ) --minutes 0.5 --ranks 2 --simulated-device --seeds-of $(COMMIT)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

@@ -2,18 +2,13 @@ from __future__ import annotations
 
 import gc
 import signal
-import zlib
-from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import mkl_threads  # noqa: F401  before torch
 import pytest
 import torch
-from covering import divide, make_rows
+from covering import add_options, divide, draw, make_rows
 from hypothesis import HealthCheck, settings
 from on_device import compiles_triton, device_type
 from ranks import Ranks
@@ -24,8 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=1000, help="random schedules of the chaos suite")
     parser.addoption("--first-seed", type=int, default=1_000_000, help="of the chaos suite")
     parser.addoption("--simulated-device", action="store_true", help="the simulated accelerator is this process's")
-    parser.addoption("--sample-of", metavar="TEXT", help="a fortieth of the tests; which, follows from the text")
-    parser.addoption("--half-of", metavar="TEXT", help="half of the rows of each test; which, follows from the text")
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,29 +43,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     make_rows(metafunc)
 
 
-def drawn(text: str, item: pytest.Item) -> int:
-    """Return a number that is random, and the same wherever this test is collected for this text."""
-    return zlib.crc32(f"{text} {item.nodeid}".encode())
-
-
-def keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     divide(items)
     skip_what_is_refused(items)
-    if text := config.getoption("--sample-of"):
-        keep(config, items, {item for item in items if drawn(text, item) % 40 == 0})
-    if text := config.getoption("--half-of"):
-        rows = defaultdict[Any, list[pytest.Item]](list)
-        for item in items:
-            level = tuple(item.get_closest_marker(name) is not None for name in ("medium", "slow"))
-            rows[item.nodeid.partition("[")[0], level].append(item)
-        halves = (sorted(each, key=partial(drawn, text))[: (len(each) + 1) // 2] for each in rows.values())
-        keep(config, items, set(chain.from_iterable(halves)))
+    draw(config, items)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator")

@@ -12,65 +12,116 @@ that ``-m`` leaves out are not made: there are 20,000 of them, and each process 
 ``@pytest.mark.quick(strength)`` leaves rows of ``make test`` to ``make test-medium`` (marked ``medium``): all but so
 many that every ``strength`` values of different parameters meet in one; with 0 all but one. It is for any test with
 parameters, with ``covering`` or without.
+
+``--share 0.25 --share-of TEXT`` leaves a quarter of the rows that are not in ``make test``, other ones for each text,
+and all rows of the tests of the files that ``--whole`` names: of ``src/longshore/tiles/tier.py`` those are in
+``tests/tiles/test_tier.py``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
 
 
 def make_rows(metafunc: pytest.Metafunc) -> None:
-    """Mark the rows of a test with ``covering``, and leave out those that ``-m`` leaves out."""
-    marked = metafunc.definition.get_closest_marker("covering")
-    if marked is None:
-        return
+    """Mark the rows of a test, and leave out those that ``-m`` leaves out."""
+    every: list[Any] = metafunc._calls
     of_all = {mark.name for mark in metafunc.definition.iter_markers()}
 
     def has(row: Any, *names: str) -> bool:
         return any(name in of_all or name in {mark.name for mark in row.marks} for name in names)
 
-    every: list[Any] = metafunc._calls
+    def strength(mark: str) -> int | None:
+        found = metafunc.definition.get_closest_marker(mark)
+        return None if found is None else found.args[0]
+
     rows = sorted((row for row in every if not has(row, "full")), key=lambda row: has(row, "slow"))
-    if not rows:
-        return
-    strength, values = marked.args[0], [row.params for row in rows]
-    fast = covering([row.params for row in rows if not has(row, "slow")], strength)
-    slow = {*fast, *covering(values, min(strength + 1, len(values[0])), fast)}
-    for number in set(range(len(rows))).difference(fast):
-        rows[number].marks.append(getattr(pytest.mark, "slow" if number in slow else "full").mark)
-    chosen = metafunc.config.getoption("markexpr")
-    last = "" if " or " in chosen else chosen.split(" and ")[-1]
-    if out := {"not slow": ("slow", "full"), "not full": ("full",)}.get(last, ()):
+    if rows and (meeting := strength("covering")) is not None:
+        values = [row.params for row in rows]
+        fast = covering([row.params for row in rows if not has(row, "slow")], meeting)
+        slow = {*fast, *covering(values, min(meeting + 1, len(values[0])), fast)}
+        for number in set(range(len(rows))).difference(fast):
+            rows[number].marks.append(getattr(pytest.mark, "slow" if number in slow else "full").mark)
+    rows = [row for row in every if not has(row, "slow", "full")]
+    if rows and (meeting := strength("quick")) is not None:
+        for number in set(range(len(rows))).difference(covering([row.params for row in rows], meeting)):
+            rows[number].marks.append(pytest.mark.medium.mark)
+    if out := _left_out(metafunc.config.getoption("markexpr")):
         # Without any row pytest would call the test without arguments.
         every[:] = [row for row in every if not has(row, *out)] or every[:1]
 
 
+def _left_out(expression: str) -> set[str]:
+    """The levels of which ``-m`` takes no row."""
+    words = re.sub(r"\([^()]*\)", "", expression)
+    if " or " in words or "(" in words:
+        return set()
+    found = {
+        clause.strip().removeprefix("not ") for clause in words.split(" and ") if clause.strip().startswith("not ")
+    }
+    return (found | {"full"} if "slow" in found else found) & {"medium", "slow", "full"}
+
+
 def divide(items: list[pytest.Item]) -> None:
-    """Mark the rows of all tests with ``quick``; what is marked ``full`` is ``slow`` as well."""
+    """What is marked ``full`` is ``slow`` as well."""
     for item in items:
         if item.get_closest_marker("full") is not None:
             item.add_marker("slow")
-    for strength, rows in _tables(items, "quick"):
-        rows = [row for row in rows if row.get_closest_marker("slow") is None]
-        chosen = covering([row.callspec.params for row in rows], strength)
-        for number in set(range(len(rows))).difference(chosen):
-            rows[number].add_marker("medium")
 
 
-def _tables(items: list[pytest.Item], mark: str) -> list[tuple[int, list[pytest.Function]]]:
-    """Return the argument of each test that has a mark, and the test's rows."""
-    tables: dict[str, list[pytest.Function]] = defaultdict(list)
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption("--share", type=float, default=1.0, help="so much of each test's rows that are medium or slow")
+    parser.addoption("--share-of", metavar="TEXT", default="", help="which rows, follows from the text")
+    parser.addoption("--whole", metavar="FILES", default="", help="all rows of the tests of these files, one a word")
+
+
+def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what the options say of the tests, whose levels are marked."""
+    share, text = config.getoption("--share"), config.getoption("--share-of")
+    if share >= 1.0:
+        return
+    whole = {file for name in config.getoption("--whole").split() for file in mirrored(name)}
+    tests: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    kept = set[str]()
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker(mark) is not None:
-            tables[item.nodeid.partition("[")[0]].append(item)
-    found = [(rows[0].get_closest_marker(mark), rows) for rows in tables.values()]
-    return [(marked.args[0], rows) for marked, rows in found if marked is not None]
+        slow = item.get_closest_marker("slow") is not None
+        file, test = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]
+        if file in whole or not (slow or item.get_closest_marker("medium") is not None):
+            kept.add(item.nodeid)
+        else:
+            tests[test, slow].append(item.nodeid)
+    for rows in tests.values():
+        kept |= drawn(rows, share, text)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def drawn(rows: Sequence[str], share: float, text: str) -> set[str]:
+    """Return ``share`` of the rows; of a single row, each text that many times. All are drawn equally often."""
+
+    def number(*words: str) -> int:
+        return int.from_bytes(hashlib.sha256(" ".join((text, *words)).encode()).digest()[:8], "big")
+
+    count = int(share * len(rows) + number("how many of", rows[0]) / 2**64)
+    return set(sorted(rows, key=number)[:count])
+
+
+def mirrored(name: str) -> list[str]:
+    """Return the file with the tests of a source file, or of cases that run on ranks, and the file itself."""
+    file = PurePosixPath(name)
+    room = file.relative_to("src/longshore").parent if file.is_relative_to("src/longshore") else None
+    tested = file.stem.removesuffix("_cases")
+    there = (PurePosixPath("tests") / room if room is not None else file.parent) / f"test_{tested}.py"
+    return [name, there.as_posix()]
 
 
 def covering(rows: Sequence[Mapping[str, Any]], strength: int, chosen: Iterable[int] = ()) -> list[int]:

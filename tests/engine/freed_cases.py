@@ -14,7 +14,8 @@ import longshore
 from longshore.optim.tiled_optimizer import core_of
 
 LONG, SHORT = 9216, 64
-"""Sides of a matrix whose states are whole huge pages, in each format and in halves. A step of Muon costs the cube of the shorter."""
+"""Sides of a matrix whose states are whole huge pages, in each format and in halves. A step of Muon costs the cube of
+the shorter."""
 
 
 def network() -> nn.Module:
