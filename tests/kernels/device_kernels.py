@@ -19,6 +19,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from triton_interpreter import replaced_once
 
 from longshore.kernels import DeviceKernels, TileSegment
 from longshore.optim.rules.adagrad import AdagradRule
@@ -40,7 +41,7 @@ def device_kernels() -> Iterator[DeviceKernels]:
     # Read when a kernel is decorated, and then no more: no other test sees it.
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("longshore.kernels.triton_rules")
-    with numpy.errstate(all="ignore"):  # infinities and NaN are no accidents here
+    with replaced_once(), numpy.errstate(all="ignore"):  # infinities and NaN are no accidents here
         kernels = DeviceKernels(DEVICE)
         if not _rounds_once(kernels):
             pytest.skip("the fma of this Triton's interpreter rounds twice")

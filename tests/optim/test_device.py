@@ -32,8 +32,9 @@ def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("device", ["cpu", NONE])
-@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("tile_numel", [256, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
@@ -78,8 +79,9 @@ def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str, turns: bo
 
 
 @pytest.mark.medium
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("device", ["cpu", NONE])
-@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("tile_numel", [256, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
@@ -107,7 +109,7 @@ def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int,
 
 
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
-@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("tile_numel", [256, 1 << 22])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> None:
     """With spare buffers and without: the same bits, while the device is still busy with backward."""
@@ -139,6 +141,7 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
 
 
 @pytest.mark.medium
+@pytest.mark.covering(2)
 @needs_triton
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
@@ -151,7 +154,7 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
             model.parameters(),
             lr=3e-2,
             release_gradients=release,
-            offload=longshore.Offload(tile_numel=64, ratio=share, speculation_memory="100%" if release else 0),
+            offload=longshore.Offload(tile_numel=256, ratio=share, speculation_memory="100%" if release else 0),
         )
         for model, share in zip(models, (1.0, ratio), strict=True)
     ]
@@ -271,7 +274,7 @@ def test_muon(dtype: torch.dtype, release: bool, memory: int | str, device: str)
     )
     plain = PlainMuon(plain_groups, on=torch.device(device_type()))
     seen = captured(model)
-    offload = longshore.Offload(tile_numel=64, device=device, speculation_memory=memory)
+    offload = longshore.Offload(tile_numel=256, device=device, speculation_memory=memory)
     optimizer = longshore.Muon(groups, release_gradients=release, offload=offload)
     for step in range(5):
         backward(model, step, dtype)

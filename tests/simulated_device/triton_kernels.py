@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton_interpreter import replaced_once
 
 from longshore.kernels import device as device_kernels
 from simulated_device.registration import NAME, native
@@ -129,6 +130,7 @@ def interpreted_kernels() -> Iterator[None]:
     with (
         mock.patch.object(device_kernels, "_triton_rules", rules),
         mock.patch.object(device_kernels, "_TRITON_DEVICES", {"cuda", NAME}),
+        replaced_once(),
     ):
         for each in found_once:
             each.cache_clear()
