@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from on_device import compiles_triton, device_type
-from ranks import RankFailure, Ranks
-from sharding import group_cases
+from ranks import RankFailure, Ranks, group_cases
 
 import longshore
 from engine import cases, failure_cases, resting_cases

@@ -117,7 +117,7 @@ MUTANTS = [
         "Epoch.give_up",
         "if self.told:",
         "if False:",
-        ("tests/sharding/test_epoch.py",),
+        ("tests/ranks/test_meeting.py",),
     ),
     Mutant(
         "a rank begins a backward without asking whether the others do",

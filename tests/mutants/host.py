@@ -567,7 +567,7 @@ MUTANTS = [
         "park_until",
         "while not done() or (runs_jobs and (not _wanted)):",
         "while not done():",
-        ("tests/sharding/test_unfinished.py",),
+        ("tests/ranks/test_unfinished.py",),
     ),
     Mutant(
         "the worker is not waited for",
@@ -609,7 +609,7 @@ MUTANTS = [
         "_settle",
         "exiting.set()",
         "",
-        ("tests/sharding/test_unfinished.py",),
+        ("tests/ranks/test_unfinished.py",),
     ),
     Mutant(
         "the second engine meets where the first one did",
@@ -660,14 +660,14 @@ MUTANTS = [
         "_Slabs.allocate",
         "return self._part(block, begin, size)[:num_bytes].zero_()",
         "return self._part(block, begin, size)[:num_bytes]",
-        ("tests/transfer/test_private.py",),
+        ("tests/transfer/test_host_memory.py",),
     ),
     Mutant(
         "a slab is used beyond its last whole huge page",
         "_Slabs.allocate",
         "block is None or self._end + size > self._limit",
         "block is None",
-        ("tests/transfer/test_private.py",),
+        ("tests/transfer/test_host_memory.py",),
     ),
     Mutant(
         "a sum leaves one backward early",

@@ -16,7 +16,7 @@ from mutants.mutant import (
     Mutant,
 )
 
-TWIN_GROUPS = "tests/sharding/test_twin_groups.py"
+TWIN_GROUPS = "tests/ranks/test_twin_groups.py"
 
 MUTANTS = [
     Mutant(
@@ -115,7 +115,7 @@ MUTANTS = [
         "wait_for",
         "if unless is not None and unless.is_set():\n    return",
         "",
-        ("tests/sharding/test_unfinished.py",),
+        ("tests/ranks/test_unfinished.py",),
     ),
     Mutant(
         "backwards of a window that another rank left meet those of the next",
@@ -739,6 +739,6 @@ MUTANTS = [
         "wait_for",
         "if until == math.inf and gone():",
         "if False:",
-        ("tests/sharding/test_unfinished.py",),
+        ("tests/ranks/test_unfinished.py",),
     ),
 ]

@@ -175,7 +175,7 @@ MUTANTS = [
         "Shards._shard_numel",
         "return align(-(-numel // self.ranks), unit)",
         "return align(-(-numel // self.ranks))",
-        ("tests/layout/test_divisions.py::test_parameters_that_are_divided_at_blocks_have_buckets_of_their_own",),
+        ("tests/layout/test_layout.py::test_parameters_that_are_divided_at_blocks_have_buckets_of_their_own",),
     ),
     Mutant(
         "states that are rounded are float32 in a checkpoint",

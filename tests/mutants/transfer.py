@@ -68,7 +68,7 @@ MUTANTS = [
         "SimulatedCopyStream.before_current",
         "self.drain()",
         "return",
-        ("tests/tiles/test_store.py",),
+        ("tests/tiles/test_tiles.py",),
     ),
     Mutant(
         "delays do not come from the seed",

@@ -353,7 +353,7 @@ def one_fails(mark: Mark, stage: int) -> None:
 
 @run("stage 2 through sockets", 2)
 def without_shared_memory(mark: Mark) -> None:
-    from sharding.gathering_cases import sharing
+    from ranks.gathering_cases import sharing
 
     with sharing("sockets"):
         by_engine(mark, stage=2, **BF16)

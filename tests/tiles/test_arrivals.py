@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiles.test_store import BF16, EXP_AVG, EXP_AVG_SQ, STAGED, Training, train
+from tiles.test_tiles import BF16, EXP_AVG, EXP_AVG_SQ, STAGED, Training, train
 
 from longshore.errors import GradientError
 from longshore.kernels import HostKernels

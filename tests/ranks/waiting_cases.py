@@ -21,7 +21,7 @@ from longshore.cli.group import RunGroup
 from longshore.engine.ranks import join
 from longshore.ranks import presence
 from longshore.ranks.data_plane import DataPlane
-from sharding.gathering_cases import sharing
+from ranks.gathering_cases import sharing
 
 
 def last_stops(where: str, stage: int, silent_s: float, folder: str) -> None:

@@ -7,7 +7,7 @@ from ranks import Ranks
 
 from longshore.plan.simulation import GATHER, REDUCE, SHARDED_SCHEDULE
 from longshore.tiles.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
-from sharding import schedule_cases
+from store import schedule_cases
 
 
 @pytest.mark.quick(0)

@@ -24,7 +24,7 @@ from longshore.store import rounds as module
 from longshore.store.agreement import Agreement, Statement, agreement_of
 from longshore.store.ownership import ReplicatedOwnership, SharedOwnership
 from longshore.store.rounds import reduce_shard
-from sharding.gathering_cases import sharing
+from ranks.gathering_cases import sharing
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import RankFailure, Ranks, forking_context
 
-from sharding import waiting_cases
+from ranks import RankFailure, Ranks, forking_context, waiting_cases
 
 
 @pytest.fixture

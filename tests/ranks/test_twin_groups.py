@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
 
 from longshore.errors import LongshoreError
 from longshore.ranks import twin_groups
 from longshore.ranks.twin_groups import refuse_ordered_launches, twins_of
-from sharding import group_cases
+from ranks import Ranks, group_cases
 
 
 @pytest.mark.parametrize("queues", ["1", "7"])

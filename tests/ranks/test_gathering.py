@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ranks import Ranks
 
-from sharding import gathering_cases
+from ranks import Ranks, gathering_cases
 
 
 @pytest.mark.quick(0)
