@@ -44,18 +44,20 @@ def make_rows(metafunc: pytest.Metafunc) -> None:
         found = metafunc.definition.get_closest_marker(mark)
         return None if found is None else found.args[0]
 
+    out = _left_out(metafunc.config.getoption("markexpr"))
     rows = sorted((row for row in every if not has(row, "full")), key=lambda row: has(row, "slow"))
     if rows and (meeting := strength("covering")) is not None:
         values = [row.params for row in rows]
         fast = covering([row.params for row in rows if not has(row, "slow")], meeting)
-        slow = {*fast, *covering(values, min(meeting + 1, len(values[0])), fast)}
+        # Which of the others are slow and which full takes seconds, and does not matter where neither is made.
+        slow = set[int]() if "slow" in out else {*covering(values, min(meeting + 1, len(values[0])), fast)}
         for number in set(range(len(rows))).difference(fast):
             rows[number].marks.append(getattr(pytest.mark, "slow" if number in slow else "full").mark)
     rows = [row for row in every if not has(row, "slow", "full")]
     if rows and (meeting := strength("quick")) is not None:
         for number in set(range(len(rows))).difference(covering([row.params for row in rows], meeting)):
             rows[number].marks.append(pytest.mark.medium.mark)
-    if out := _left_out(metafunc.config.getoption("markexpr")):
+    if out:
         # Without any row pytest would call the test without arguments.
         every[:] = [row for row in every if not has(row, *out)] or every[:1]
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from support import PlainLoop
 from torch import nn
-from transformers import TrainerState, get_constant_schedule
 
 import longshore
 import longshore.compat.deepspeed as deepspeed
@@ -189,6 +188,8 @@ def goes_on(case: str, steps: int) -> dict[str, torch.Tensor]:
 def test_a_trainer_on_two_ranks_goes_on_from_the_imported_folder(
     case: str, stage: int, kind: str, tmp_path: Path
 ) -> None:
+    from transformers import TrainerState, get_constant_schedule  # here: it takes as long as collecting a third of all
+
     folder, out, file = tmp_path / "checkpoint-3", tmp_path / "out", tmp_path / "ds.json"
     import_deepspeed(DATA / case, folder)
     TrainerState(global_step=3, max_steps=6, train_batch_size=2).save_to_json(str(folder / "trainer_state.json"))
