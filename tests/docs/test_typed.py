@@ -8,7 +8,7 @@ import json
 import re
 import runpy
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -86,36 +86,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def by_pyright(project: Path) -> list[Finding]:
-    return list(pyright(project))
-
-
-@pytest.fixture(scope="module")
-def by_mypy(project: Path) -> list[Finding]:
-    return list(mypy(project))
-
-
-FINDINGS = pytest.mark.parametrize("checker", ["by_pyright", pytest.param("by_mypy", marks=pytest.mark.slow)])
-
-
 def of_programs(findings: Iterable[Finding]) -> list[Finding]:
     return [each for each in findings if each.file not in ("wrong.py", *BLOCKS)]
-
-
-@pytest.mark.medium
-@FINDINGS
-def test_a_users_programs_have_no_errors(checker: str, request: pytest.FixtureRequest) -> None:
-    assert len(PROGRAMS) >= 5
-    assert of_programs(request.getfixturevalue(checker)) == []
-
-
-@pytest.mark.medium
-@FINDINGS
-def test_mistakes_are_found(checker: str, request: pytest.FixtureRequest) -> None:
-    """Otherwise the programs above have no errors because longshore's names have no types."""
-    found = {each.line for each in request.getfixturevalue(checker) if each.file == "wrong.py"}
-    assert found == WRONG_LINES
 
 
 def is_ours(finding: Finding, lines: list[str]) -> bool:
@@ -129,14 +101,24 @@ def is_ours(finding: Finding, lines: list[str]) -> bool:
 
 
 @pytest.mark.medium
-@FINDINGS
-def test_the_blocks_of_the_pages_have_no_errors(checker: str, request: pytest.FixtureRequest, project: Path) -> None:
-    """But for those that are to end with an error: checkers see the same one."""
-    assert len(BLOCKS) > 35
+@pytest.mark.parametrize("checker", [pyright, pytest.param(mypy, marks=pytest.mark.slow)])
+def test_what_a_checker_says_of_programs_mistakes_and_pages(
+    checker: Callable[[Path], Iterable[Finding]], project: Path
+) -> None:
+    """One test, since a checker takes half a minute, whatever it is asked about.
+
+    - A user's programs have no errors.
+    - Mistakes are found: otherwise the programs have no errors because longshore's names have no types.
+    - Blocks of the pages have none but those that are to end with an error: checkers see the same one.
+    """
+    found = list(checker(project))
+    assert len(PROGRAMS) >= 5 and len(BLOCKS) > 35
+    assert of_programs(found) == []
+    assert {each.line for each in found if each.file == "wrong.py"} == WRONG_LINES
     text = {name: (project / name).read_text().splitlines() for name in BLOCKS}
     ours = [
         (each.file, text[each.file][each.line - 1], each.code, each.message)
-        for each in request.getfixturevalue(checker)
+        for each in found
         if each.file in BLOCKS and is_ours(each, text[each.file])
     ]
     wrong = ["longshore.Config(grad_clipping=1.0)  # ConfigError"]
