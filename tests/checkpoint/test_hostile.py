@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoint import resume_cases as cases
@@ -530,7 +532,8 @@ def grid(cuts: list[list[int]]) -> list[tuple[Any, Any]]:
     return [tuple(zip(*box, strict=True)) for box in itertools.product(*runs)]  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@settings(max_examples=200)
+@given(seed=st.integers(0, 2**32))
 def test_chunks_are_the_tensor_exactly_where_each_element_is_there_once(seed: int) -> None:
     rng = random.Random(seed)
     shape = [rng.randrange(1, 7) for _ in range(rng.randrange(1, 4))]

@@ -180,6 +180,7 @@ CASTS: dict[torch.dtype, str] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("by_engine", [False, True])
 @pytest.mark.parametrize("saved, here", [*itertools.permutations(CASTS, 2)])
 def test_weights_of_another_dtype_say_how_to_go_on(

@@ -59,6 +59,7 @@ def by_hand(dtype: str, loop: LoopSettings, optimizer: OptimizerSettings) -> tup
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -145,6 +146,7 @@ def test_stop_is_asked_between_steps():
     assert seen == [1, 2, 3]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient's norm"])
 @pytest.mark.parametrize("plain", [False, True])

@@ -48,7 +48,7 @@ def test_the_middle(steps, eval_every, traced):
     assert list(traced_steps(LoopSettings(steps=steps, eval_every=eval_every))) == traced
 
 
-@pytest.mark.parametrize("steps", range(1, 30))
+@pytest.mark.parametrize("steps", [*range(1, 9), 12, 13, 29])  # from 6 on there are enough: other remainders
 @pytest.mark.parametrize("eval_every", range(5))
 def test_no_validation_between_them(steps, eval_every):
     traced = traced_steps(LoopSettings(steps=steps, eval_every=eval_every))

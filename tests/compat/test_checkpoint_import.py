@@ -250,6 +250,7 @@ def hostile(tmp_path: Path) -> dict[str, tuple[Hostile, str]]:
     }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("file", [MODEL_FILE, OPTIMIZER_FILE])
 @pytest.mark.parametrize("kind", ["os.system", "eval", "Path.touch", "torch.save"])

@@ -27,6 +27,7 @@ def _no_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:.*old name")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

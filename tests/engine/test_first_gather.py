@@ -16,6 +16,7 @@ def test_every_rank_reads_the_values_of_rank_0(stage: int, two_ranks: Ranks) -> 
     two_ranks(cases.read, stage)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("stage", [0, 3])

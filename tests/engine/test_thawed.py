@@ -17,6 +17,7 @@ def test_thawed_before_initialize(ran: str, two_ranks: Ranks) -> None:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("trains", [True, False], ids=["thawed", "frozen"])
 @pytest.mark.parametrize("ran", [True, False], ids=["ran", "did not run"])
 @pytest.mark.parametrize("handles", ["shards", "former"])

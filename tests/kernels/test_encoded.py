@@ -301,6 +301,7 @@ def test_torch_does_not_step_encoded_states(kernels: HostKernels, format: StateF
 TOP = 2.0**127 * (2 - 2.0**-7)  # the largest bfloat16
 
 
+@pytest.mark.covering(2)
 @all_formats
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "with infinity and NaN"])
 @pytest.mark.parametrize(
@@ -368,6 +369,7 @@ def test_blocks_at_the_edges_of_their_codes(kernels: HostKernels, rule: Rule) ->
         assert same_buffers(found, expected)
 
 
+@pytest.mark.covering(2)
 @all_formats
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], ids=hex)
 def test_any_nan_of_a_gradient_is_nan_in_the_states(kernels: HostKernels, format: StateFormat, bits: int) -> None:

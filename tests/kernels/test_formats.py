@@ -169,6 +169,7 @@ def test_bfloat16_is_rounded_to_one_of_two_neighbours_and_on_average_to_itself(v
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [1.0, 1.01, 0.7, 1.999, 0.0123, 1.7e-3, 3e-4, 1e-6])
 @pytest.mark.parametrize("sign", [1, -1])
 @CODES

@@ -168,6 +168,7 @@ def test_a_parameter_to_compare_with_is_not_its_gradient(kernels: HostKernels) -
 SAME_SIZE = [(a, b) for a in SUPPORTED_DTYPES for b in SUPPORTED_DTYPES if a.itemsize == b.itemsize]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gradient_dtype, output_dtype", SAME_SIZE, ids=str)
 def test_the_output_may_take_the_place_of_the_gradient(
     kernels: HostKernels, gradient_dtype: torch.dtype, output_dtype: torch.dtype
@@ -348,6 +349,7 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel:
 # --- accumulate, reconcile, sum_of_squares ---
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000, 2 * PIECE_NUMEL + 5])
 def test_accumulate_equals_torch(kernels: HostKernels, dtype: torch.dtype, numel: int) -> None:
@@ -363,6 +365,7 @@ def test_accumulate_equals_torch(kernels: HostKernels, dtype: torch.dtype, numel
     assert same_bits(target, canonical(source.float() + second.float()))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("adopt", [True, False])
 def test_reconcile_counts_and_adopts(kernels: HostKernels, dtype: torch.dtype, adopt: bool) -> None:
@@ -661,6 +664,7 @@ def test_a_refused_table_writes_nothing(kernels: HostKernels) -> None:
     assert not same_bits(buffer, before)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", ["accumulate", "reconcile"])
 @pytest.mark.parametrize(
     "target, source, message",

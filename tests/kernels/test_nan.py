@@ -99,6 +99,7 @@ def check(
             assert one_nan(output) and same_bits(output.cpu(), rounded(expected_output, output_dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
 @pytest.mark.parametrize(("rule", "arrays"), STEPS, ids=str)
 def test_a_step_writes_one_nan(kernels: HostKernels, rule: Rule, arrays: int, in_place: bool) -> None:
@@ -110,6 +111,7 @@ def test_a_step_on_a_device_writes_one_nan(device: DeviceKernels, rule: Rule, ar
     check(device, rule, arrays, DTYPES, True, DEVICE)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("numel", [1, 5, BLOCK, 65 * BLOCK, LOOKED_AT + 3 * BLOCK + 37])
 @pytest.mark.parametrize("array", [0, 1, 2, "gradient"])
 def test_one_nan_among_numbers_is_found_wherever_it_is(kernels: HostKernels, array: int | str, numel: int) -> None:
@@ -155,6 +157,7 @@ def test_a_nan_that_somebody_wrote_becomes_the_one(kernels: HostKernels) -> None
         assert same_bits(buffer, expected) and same_bits(parameter, rounded(expected[0], dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("own_master", [False, True])
 @pytest.mark.parametrize("format", [StateFormat.BF16, StateFormat.EIGHT_BIT], ids=str)
 @pytest.mark.parametrize("rule", [RULES[0], OTHER_RULES[0], OTHER_RULES[2], OTHER_RULES[4]], ids=str)

@@ -75,6 +75,7 @@ def check_steps(steps: int, lr: float | Tensor = 1e-3, **changes: Any) -> None:
     assert (state[0] != values).float().mean() > 0.99  # they were stepped, all of them
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("beta1", [0.0, 0.4, 0.5, 0.9])
 @pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -64,6 +64,7 @@ def check_adagrad(values: Tensor, gradients: list[Tensor], rule: AdagradRule, in
     assert (master != values).float().mean() > 0.9
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("lr_decay", [0.0, 0.05])
 @pytest.mark.parametrize("maximize", [False, True])
@@ -99,6 +100,7 @@ def check_sgd(values: Tensor, gradients: list[Tensor], rule: SGDRule) -> None:
 MOMENTA = [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.5, 1.0, False), (0.9, 0.0, True)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("momentum", "dampening", "nesterov"), MOMENTA)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
@@ -122,6 +124,7 @@ def test_denormals_equal_torch() -> None:
     check_sgd(values, gradients, SGDRule(0.1, 0.9, 0.0, 0.1, nesterov=True, first=True))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
@@ -184,6 +187,7 @@ def test_without_bias_correction_the_moments_count_as_they_are(decoupled: bool, 
     assert step == 1000 or not torch.equal(early[0], rule_step(buffer, gradient_of(1), rule)[0])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.4, 0.5, 0.6, 0.95, 1.0])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("numel", [NUMEL, 17])

@@ -237,6 +237,7 @@ def test_training_goes_on_and_back_to_torch(kind: str, options: dict[str, Any]) 
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "Lion"], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("steps", [0, 2])
 @MODES

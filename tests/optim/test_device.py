@@ -108,6 +108,7 @@ def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int,
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
 @pytest.mark.parametrize("tile_numel", [256, 1 << 22])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -250,6 +251,7 @@ def test_parameters_on_two_devices_are_refused() -> None:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("release", "memory", "device"),
     [

@@ -42,6 +42,7 @@ def has_one_nan(values: Tensor) -> bool:
     return bool((nans == CANONICAL[values.dtype]).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("mode", ["default", "simulated", "released"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -43,6 +43,7 @@ def go_on(model: nn.Module, optimizer: Any, plain_model: nn.Module, plain: State
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @EVERY_KIND
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -152,6 +152,7 @@ def test_without_offload_the_device_adds(accumulation: int) -> None:
     assert found.busy_s == {Track.COMPUTE.value: pytest.approx(found.step_s)}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("place", "staged"), [("none", True), ("cpu", True), ("cpu", False)])
 def test_steps_of_many_backwards_are_as_if_all_were_simulated(

@@ -63,6 +63,7 @@ def case(stage: int, discard: bool, raw: bool) -> None:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("discard", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

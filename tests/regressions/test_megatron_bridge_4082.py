@@ -14,6 +14,7 @@ from support import PlainLoop, loss_of, same_weights, simulated, small_model, tw
 import longshore
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

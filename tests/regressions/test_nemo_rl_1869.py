@@ -31,6 +31,7 @@ def moved(optimizer: torch.optim.Optimizer) -> int:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("brought_back", [False, True])
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -59,6 +59,7 @@ def _nothing_compiled() -> None:
 
 
 @pytest.mark.quick(0)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("first", ["compile", "stream"])
 @pytest.mark.parametrize("what", ["model", "blocks", "blocks in place"])

@@ -118,6 +118,7 @@ def _one_wide(module: Any, *_: Any) -> None:
 INNER = {name: PLACES[name] for name in ("in a block", "head")}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_forward_hook"])
 @pytest.mark.parametrize("place", INNER)

@@ -86,6 +86,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.quick(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernel_us, copy_us", DELAYS)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("how", WRITES)
@@ -113,6 +114,7 @@ def _frozen_at_the_beginning(model: nn.Module) -> None:
 
 
 @pytest.mark.quick(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernel_us, copy_us", DELAYS)
 @pytest.mark.parametrize("checkpoint", [False, True, "cpu"])
 @pytest.mark.parametrize("how", WRITES)
@@ -158,6 +160,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, between: str) -
 
 
 @pytest.mark.quick(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernel_us, copy_us", DELAYS)
 @pytest.mark.parametrize("between", ["a forward", "a forward without gradients"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -175,6 +178,7 @@ def test_a_target_that_is_computed_between_backward_and_step(
 
 
 @pytest.mark.quick(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernel_us, copy_us", DELAYS)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW", "torch's SGD", "torch's SGD, foreach"])
