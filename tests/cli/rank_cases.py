@@ -1,4 +1,4 @@
-"""What the ranks of the pool run (tests/ranks.py), each in its own process."""
+"""What the ranks of the pool run (tests/ranks), each in its own process."""
 
 from __future__ import annotations
 
