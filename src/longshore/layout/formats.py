@@ -27,10 +27,9 @@ class StateFormat(Enum):
     EIGHT_BIT = "8bit"
     """Codes of 8 bits: a small floating-point number each, relative to a power of two for 64 elements."""
 
-    @property
-    def code(self) -> int:
+    def __init__(self, _: str) -> None:
+        self.code = len(type(self).__members__)
         """Number of the format in native/kernels.h."""
-        return list(StateFormat).index(self)
 
     @property
     def unit(self) -> int:
