@@ -142,7 +142,7 @@ def ahead(settings: Settings, note: Note) -> dict[str, Any]:
     pause, contestants = [0.0], {}
     for name, memory in ((overlap.OFF, 0), (overlap.ALL, "100%")):
         contestants[name] = overlap.Contestant(sizes, memory, 1e9, pause, muon, (side, side))
-        contestants[name].time_apart(contestants[name].optimizer._core.store.tiles.tier.exchange, "begin")
+        contestants[name].time_apart(contestants[name].optimizer._core.members.store.tiles.tier.exchange, "begin")
     return overlap.take_turns(contestants, sizes, pause, note)
 
 

@@ -170,13 +170,13 @@ if TYPE_CHECKING:
     from longshore.optim.rules.adam import AdamRule as AdamRule
     from longshore.optim.rules.muon import MuonFamily as MuonFamily
     from longshore.optim.rules.muon import MuonRule as MuonRule
+    from longshore.optim.shards import counterparts as counterparts
     from longshore.optim.shards import held_part as held_part
     from longshore.optim.shards import is_sharded as is_sharded
     from longshore.optim.shards import present as present
     from longshore.optim.tiled_optimizer import OPTIMIZERS as OPTIMIZERS
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.tiled_optimizer import core_of as core_of
-    from longshore.optim.wrapped_names import counterparts as counterparts
     from longshore.ranks.presence import presence as presence
     from longshore.ranks.presence import words as words
     from longshore.ranks.twin_groups import twin_of as twin_of
@@ -285,9 +285,8 @@ HOMES = {
     "longshore.optim.parameters": "is_lazy",
     "longshore.optim.rules.adam": "AdamRule",
     "longshore.optim.rules.muon": "MuonFamily MuonRule",
-    "longshore.optim.shards": "held_part is_sharded present",
+    "longshore.optim.shards": "counterparts held_part is_sharded present",
     "longshore.optim.tiled_optimizer": "OPTIMIZERS TiledOptimizer core_of",
-    "longshore.optim.wrapped_names": "counterparts",
     "longshore.ranks.presence": "presence words",
     "longshore.ranks.twin_groups": "twin_of",
     "longshore.ranks.waiting": "finish gather_objects",

@@ -85,7 +85,7 @@ def undisturbed(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def buffers_of(engine: Any) -> int:
-    counted = [tier.state_bytes() for tier in engine.optimizer._core.store.tiles.tiers]
+    counted = [tier.state_bytes() for tier in engine.optimizer._core.members.store.tiles.tiers]
     return sum(each["state"] + each["spares"] for each in counted)
 
 

@@ -313,7 +313,7 @@ def broken_on_one_rank(setting: Setting, folder: str) -> dict[str, Any]:
     with engine_of(setting, seed=1) as engine:
         train(engine, 1)
         if _rank()[0] == 0:
-            engine.optimizer._core.store.states.load_failed("only here")
+            engine.optimizer._core.members.store.states.load_failed("only here")
         engine.load_checkpoint(folder)
         return state_of(engine)
 

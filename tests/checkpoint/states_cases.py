@@ -25,7 +25,7 @@ def converted(state: dict[str, Any], states: str) -> dict[str, Any]:
 
 
 def has_formats(engine: Any) -> set[str]:
-    return {tile.format.value for part in engine.optimizer._core.store.tiles.tiers for tile in part.tiles}
+    return {tile.format.value for part in engine.optimizer._core.members.store.tiles.tiers for tile in part.tiles}
 
 
 def save(setting: Setting, folder: str, steps: int = 4) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def test_a_process_that_ends_waits_for_it(how: list[str], tmp_path: Path) -> Non
     model = nn.Linear(64, 64)
     optimizer = longshore.AdamW(model.parameters())
     assert longshore.load(tmp_path, model, optimizer) == {}
-    assert optimizer._core.records[0].step == 2
+    assert optimizer._core.members.records[0].step == 2
 
 
 @pytest.mark.slow
@@ -267,13 +267,15 @@ def test_a_refused_snapshot_holds_nothing(tmp_path: Path) -> None:
     """Only what is on the host is read already."""
     with resume_cases.engine_of(Setting(0, "split")) as engine:
         resume_cases.train(engine, 1)
-        store = engine.optimizer._core.store
+        store = engine.optimizer._core.members.store
         device, host = store.tiles.tiers
         key = next(key for key, parts in host.parts.items() if parts and not device.parts[key])
         store.states.ranges.snapshot([(key, "master")], 0).close()
         held = store.states.ranges.snapshot([(key, "master")], 0)
         everything = [
-            (index, "master") for index in range(len(engine.optimizer._core.records)) if index in store.ownership
+            (index, "master")
+            for index in range(len(engine.optimizer._core.members.records))
+            if index in store.ownership
         ]
         with pytest.raises(LongshoreError, match="wait for it first"):
             store.states.ranges.snapshot(everything, 0)
@@ -301,7 +303,7 @@ def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:
         resume_cases.train(engine, 1)
         gc.collect()
         assert held[0]() is None
-        assert held[1]() is None or any(held[1]() is tile.buffer for tile in engine.optimizer._core.store.tiles)
+        assert held[1]() is None or any(held[1]() is tile.buffer for tile in engine.optimizer._core.members.store.tiles)
         with pytest.raises(CheckpointError, match="could not be written"):
             engine.wait_for_checkpoint()
 
@@ -314,7 +316,7 @@ def test_state_that_was_set_before_the_first_step(tmp_path: Path) -> None:
         longshore.save(tmp_path, model, optimizer, async_save=async_save)
         other, its = one_line_cases.make(seed=1)
         longshore.load(tmp_path, other, its)
-        assert [record.step for record in its._core.records] == [5] * 4
+        assert [record.step for record in its._core.members.records] == [5] * 4
 
 
 def test_two_checkpoints_of_one_optimizer_at_once(tmp_path: Path) -> None:

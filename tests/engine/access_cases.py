@@ -158,8 +158,8 @@ def write_while_gradients_travel(stage: int) -> int:
     oracle = Oracle(Scenario(), dtype, 2, stage, **OPTIONS)
     weight = model.second.weight
     place = [id(parameter) for parameter in model.parameters()].index(id(weight))
-    store = engine.optimizer._core.store
-    void, kept = store.states.ranges._void, 0
+    store = engine.optimizer._core.members.store
+    void, kept = store.tiles._void, 0
 
     def slowly(parameter: int) -> None:
         """The worst moment: passes end after they were voided, and before the buffer is written."""

@@ -141,7 +141,7 @@ def program(stage: int, place: str, optimizer: str = "AdamW") -> list[Any]:
     """What an engine of this stage and place is made of: equal lists train with the same code."""
     engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off", optimizer)
     try:
-        store = engine.optimizer._core.store
+        store = engine.optimizer._core.members.store
         made = [type(entry) for part in store.tiles.tiers for entry in (part.streams, part.kernels)]
         return [type(store), *made, engine.explain(False).tiles]
     finally:
@@ -169,7 +169,7 @@ def run(
     oracle = Oracle(scenario, dtype, world_size, stage, _device(place, rank), optimizer, states, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.param_groups]
     clipped = kept = redone = 0
-    step_ahead(engine.optimizer._core.store, ahead)
+    step_ahead(engine.optimizer._core.members.store, ahead)
     try:
         for step in range(scenario.steps):
             if scenario.write is not None:
@@ -201,7 +201,9 @@ def run(
                 assert entry.applied == (gradient is not None), entry
         check_states(engine, oracle)
         tiles = engine.explain(False).tiles
-        formats = {tile.format.value for part in engine.optimizer._core.store.tiles.tiers for tile in part.tiles}
+        formats = {
+            tile.format.value for part in engine.optimizer._core.members.store.tiles.tiers for tile in part.tiles
+        }
         found = {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps, "kept": kept, "redone": redone}
         return {**found, "formats": formats}
     finally:
@@ -314,7 +316,7 @@ def weights_of_two_streams(stage: int, late: int) -> list[list[torch.Tensor]]:
 def device_of_collectives(stage: int) -> int:
     """The current device of the thread that calls them."""
     engine = engine_of(Scenario(), stage, "device", "small", torch.float32, "off")
-    store: Any = engine.optimizer._core.store
+    store: Any = engine.optimizer._core.members.store
     found = store.collectives.run(torch.accelerator.current_device_index)
     engine.destroy()
     return found

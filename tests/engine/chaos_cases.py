@@ -153,8 +153,8 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
     engine = longshore.initialize(
         model=model, config=schedule.config(), offload=offload, wrap_policy=schedule.wrap_policy()
     ).engine
-    _delay(engine.optimizer._core.store, 1000 * seed + rank, schedule.most_s)
-    step_ahead(engine.optimizer._core.store, schedule.ahead)
+    _delay(engine.optimizer._core.members.store, 1000 * seed + rank, schedule.most_s)
+    step_ahead(engine.optimizer._core.members.store, schedule.ahead)
     how = {"states": schedule.states, **OPTIONS}
     oracle = Oracle(Scenario(), dtype, dist.get_world_size(), schedule.stage, **how)
     try:

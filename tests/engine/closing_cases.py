@@ -45,7 +45,7 @@ def trained(
         content["bf16"] = {"enabled": True, "check_grad_overflow": False}
     found = []
     with started(content, model) as engine:
-        store = engine.optimizer._core.store
+        store = engine.optimizer._core.members.store
         reduced, early = Counted(store._gradients, "reduce"), []
 
         collect = engine.optimizer._core._collect

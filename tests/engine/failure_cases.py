@@ -178,7 +178,7 @@ def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: boo
     rank = dist.get_rank()
     engine = make_engine(stage, reduce_bucket_numel=100_000)  # one bucket: no hook waits for the round
     if slow and rank == 0:
-        engine.optimizer._core.store.collectives.submit(lambda: time.sleep(0.4))
+        engine.optimizer._core.members.store.collectives.submit(lambda: time.sleep(0.4))
     said = []
     if rank in failing:
         said.append(raised_by(lambda: explode(engine, 0, rank)))
@@ -302,7 +302,7 @@ def commit_that_fails_on_one_rank(stage: int) -> list[str]:
 
     engine = make_engine(stage)
     rank = dist.get_rank()
-    inner = engine.optimizer._core.store.tiles
+    inner = engine.optimizer._core.members.store.tiles
     backward(engine, 0, rank)
     if rank == 1:
         commit = inner.commit
@@ -414,7 +414,7 @@ def killed_while_publishing(stage: int, gathering: int | None, told: str) -> Non
     engine.step()
     backward(engine, 1, rank)
     if rank == 1:
-        _be_killed(engine.optimizer._core.store, gathering)
+        _be_killed(engine.optimizer._core.members.store, gathering)
     start = time.monotonic()
     said = [raised_by(engine.step)]
     said += [str(time.monotonic() - start), raised_by(engine.optimizer.state_dict), raised_by(engine.step)]
@@ -480,7 +480,7 @@ def killed_in_a_collective_of_the_device(stage: int, gathers: bool, told: str) -
     DefaultAllGather.__call__ = counting
     train()
     if rank == 1 and not gathers:
-        engine.optimizer._core.store.collectives.data.exchange = be_killed
+        engine.optimizer._core.members.store.collectives.data.exchange = be_killed
     start = time.monotonic()
     said = [raised_by(train), str(time.monotonic() - start), raised_by(engine.optimizer.state_dict)]
     pathlib.Path(told).write_text("\n".join(said))

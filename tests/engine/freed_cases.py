@@ -70,7 +70,7 @@ def refused(stage: int) -> bool:
         for kind in (ValueError, longshore.GradientError):
             with pytest.raises(kind, match="lr must be"):
                 engine.step()
-        store = weakref.ref(core_of(engine.optimizer).store)
+        store = weakref.ref(core_of(engine.optimizer).members.store)
         engine.destroy()
         del engine
         return store() is not None

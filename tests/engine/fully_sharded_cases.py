@@ -586,11 +586,11 @@ def memory() -> dict[str, float]:
             engine.backward(engine(torch.randn(1, width)).sum())
             engine.step()
         # A rank's part of the memory in which all of them gather.
-        segments = engine.optimizer._core.store.residence._gathers.shared._blocks
+        segments = engine.optimizer._core.members.store.residence._gathers.shared._blocks
         peak += sum(segment.capacity for segment in segments) / dist.get_world_size()
         shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
         counted = engine.optimizer.host_bytes()
-        largest = max(tile.layout.buffer_numel for tile in engine.optimizer._core.store.tiles)
+        largest = max(tile.layout.buffer_numel for tile in engine.optimizer._core.members.store.tiles)
         assert counted.pop("staging") == LANDING_SLOTS * padded_bytes(4 * largest)
         host = sum(counted.values())
         return {

@@ -169,7 +169,7 @@ def unsynchronized(stage: int) -> int:
     with engine.no_sync():
         for step in range(3):
             backward(engine, step, rank)
-    kept = len(engine.optimizer._core.store._gradients._deferred)
+    kept = len(engine.optimizer._core.members.store._gradients._deferred)
     engine.zero_grad()
     oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
     window = Window((Backward(unsynchronized=True),) * 3 + (Backward(),))

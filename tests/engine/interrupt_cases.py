@@ -35,7 +35,7 @@ def interrupted_step(stage: int, at: str, interrupted: list[int], clip: float | 
 
     rank = dist.get_rank()
     engine = make_engine(stage, gradient_clipping=clip)
-    store, core = engine.optimizer._core.store, engine.optimizer._core
+    store, core = engine.optimizer._core.members.store, engine.optimizer._core
     oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
     drive(engine, Window(), 0, rank, torch.float32)
     oracle.loop.step(oracle.gradients(Window(), 0, 1))
@@ -93,7 +93,7 @@ def hook_interrupted(stage: int, interrupted: list[int]) -> list[str]:
     weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     state = engine.optimizer.state_dict()
     backward(engine, 1, rank)
-    tiles, commit = engine.optimizer._core.store.tiles, engine.optimizer._core.store.tiles.commit
+    tiles, commit = engine.optimizer._core.members.store.tiles, engine.optimizer._core.members.store.tiles.commit
 
     def failing(*arguments: Any) -> None:
         commit(*arguments)

@@ -309,15 +309,15 @@ def stepped_again_on_one_rank(stage: int, refused: bool) -> list[str]:
     engine = make_engine(stage)
     (group,) = engine.optimizer.param_groups
     rate = group["lr"]
-    core = engine.optimizer._core
-    take_edits = core.take_edits
+    handed_out = engine.optimizer._core.members.handed_out
+    write_back = handed_out.write_back
     if not refused:
         group["lr"] = rate * (1 + rank)
     elif rank == 0:
-        core.take_edits = _raise
+        handed_out.write_back = _raise
     backward(engine, 7, rank)
     said = [raised_by(engine.step)]
-    group["lr"], core.take_edits = rate, take_edits
+    group["lr"], handed_out.write_back = rate, write_back
     if rank == 1:
         said.append(raised_by(engine.step))
     engine.zero_grad()

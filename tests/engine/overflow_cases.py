@@ -63,7 +63,9 @@ def bits_of(engine: Any) -> dict[str, Tensor]:
     held = {name: whole(parameter.detach()).clone() for name, parameter in engine.module.named_parameters()}
     for key, entries in engine.optimizer.state_dict()["state"].items():
         held.update({f"{key}.{name}": torch.as_tensor(value).clone() for name, value in entries.items()})
-    held.update({f"steps of {record.name}": torch.tensor(record.step) for record in engine.optimizer._core.records})
+    held.update(
+        {f"steps of {record.name}": torch.tensor(record.step) for record in engine.optimizer._core.members.records}
+    )
     return held
 
 

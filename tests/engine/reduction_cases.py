@@ -117,7 +117,7 @@ def shards(zero: dict[str, Any], backwards: int, heads: tuple[str, ...] = HEADS)
     oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
     found: dict[str, Any] = {"launched in backward": [], "gathered": []}
     with started(file(zero_optimization=zero, gradient_accumulation_steps=backwards), model) as engine:
-        store = engine.optimizer._core.store
+        store = engine.optimizer._core.members.store
         submitted, gathered = Counted(store.collectives, "submit"), Counted(store.collectives.data, "gather")
         end_backward = store.end_backward
 

@@ -17,7 +17,7 @@ def granted(free: int) -> int:
             stage=2, offload_device="cpu", speculation_memory="auto", optimizer={"type": "AdamW", "lr": 1e-3}
         )
         engine = longshore.initialize(model=small_model(), config=config).engine
-        granted = engine.optimizer._core.store.tiles.tier.speculator._memory
+        granted = engine.optimizer._core.members.store.tiles.tier.speculator._memory
         engine.destroy()
         return granted
     finally:

@@ -238,7 +238,7 @@ def overflowing(parameter: str) -> None:
     scaling = LossScaling(scale=8.0)
     with beside(torch.float16, gradient_clipping=0.05, loss_scaling=scaling) as pair:
         pair.train(0)
-        record = next(record for record in pair.engine.optimizer._core.records if record.name == parameter)
+        record = next(record for record in pair.engine.optimizer._core.members.records if record.name == parameter)
         before = [local(each.detach()).clone() for each in pair.model.parameters()]
         loss = pair.engine(words_of(1, pair.place))
         leaf = record.leaf()
@@ -279,7 +279,7 @@ def failing_backward(failing: list[int]) -> list[str]:
     said = []
     with beside(torch.float32) as pair:
         pair.train(0)
-        record = next(each for each in pair.engine.optimizer._core.records if each.name == "embedding.weight")
+        record = next(each for each in pair.engine.optimizer._core.members.records if each.name == "embedding.weight")
         for step in (1, 2):
             loss = pair.engine(words_of(step, pair.place))
             leaf = record.leaf()

@@ -126,7 +126,7 @@ def test_a_gradient_that_would_be_lost_is_an_error_that_names_it(monkeypatch: py
     model = small_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with started(file(), model) as engine:
-        store = engine.optimizer._core.store
+        store = engine.optimizer._core.members.store
         agree, lost = store.agree, [True]
 
         def forgetful(*found: Any, **options: Any) -> Any:

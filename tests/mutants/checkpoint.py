@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         "gradients on the host are lost",
         "_check_no_gradients",
-        "if core is not None and core.store.tiles.broken is None and core.gradients_arrived:",
+        "if core is not None and core.members.store.tiles.broken is None and core.window.gradients_arrived:",
         "if False:",
         (ONE_LINE,),
     ),

@@ -455,7 +455,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of replaced parameters count for the new ones",
-        "OptimizerCore._lay_out_anew",
+        "Members._lay_out_anew",
         "self.window.lose_gradients()",
         "",
         ("tests/optim/test_laid_out_anew.py",),

@@ -138,14 +138,14 @@ MUTANTS = [
     Mutant(
         "edits of states that were handed out are not written back",
         "HandedOut.write_back",
-        "elif differs(record, name, copy.values, core):",
+        "elif differs(record, name, copy.values, members):",
         "elif False:",
         ("tests/optim/test_edited_state.py",),
     ),
     Mutant(
         "copies that were handed out do not follow a step",
         "OptimizerCore.step",
-        "self.handed_out.follow(self, steps.keys())",
+        "handed_out.follow(members, steps.keys())",
         "pass",
         ("tests/optim/test_edited_state.py",),
     ),
@@ -158,14 +158,14 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter takes the index of one that was replaced",
-        "OptimizerCore.register",
+        "Members.register",
         "index = self._next_index + len(records)",
         "index = 1 + max((each.index for each in self.records), default=-1) + len(records)",
         ("tests/optim/test_laid_out_anew.py",),
     ),
     Mutant(
         "a parameter that was moved to a new group gets a new record",
-        "OptimizerCore.register",
+        "Members.register",
         "if id(parameter) in self.by_id:",
         "if False:",
         ("tests/optim/test_groups.py",),
@@ -186,7 +186,7 @@ MUTANTS = [
     ),
     Mutant(
         "states that go to another parameter are lost",
-        "OptimizerCore._take_up",
+        "Members._take_up",
         "self.handed_out.place(self)",
         "",
         ("tests/optim/test_laid_out_anew.py",),
@@ -194,15 +194,15 @@ MUTANTS = [
     Mutant(
         "a master alone does not count before the first step",
         "write_edits",
-        "meant = MASTER in state and (len(state) == 1 and (not record.has_state) or not _written(record, core))",
-        "meant = MASTER in state and (not _written(record, core))",
+        "meant = MASTER in state and (len(state) == 1 and (not record.has_state) or not _written(record, members))",
+        "meant = MASTER in state and (not _written(record, members))",
         ("tests/optim/test_edited_state.py",),
     ),
     Mutant(
         "states of tensors that are in no group stay when another state is loaded",
-        "TiledOptimizer.__setstate__",
-        "core.handed_out.others, core.handed_out.unplaced = (self._others, {})",
-        "core.handed_out.others = self._others",
+        "Loading.writing",
+        "members.handed_out.others, members.handed_out.unplaced = (self._others, {})",
+        "members.handed_out.others = self._others",
         ("tests/optim/test_copies.py",),
     ),
     Mutant(

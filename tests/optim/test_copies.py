@@ -70,7 +70,7 @@ def test_settings_are_copied(copied: Any) -> None:
     optimizer.set_loss_scale(8.0)
     train(model, optimizer, range(2), torch.bfloat16)
     other_model, other = copied((model, optimizer))
-    found = other._core.offload
+    found = other._core.members.offload
     assert (found.tile_numel, found.threads, found.cpu_set, found.speculation_memory) == (64, 1, [0], "50%")
     assert isinstance(found.transfer, longshore.SimulatedTransfer) and found.transfer is not offload.transfer
     for step in range(2, 5):
@@ -154,7 +154,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
     optimizer.step()
     copy.deepcopy(optimizer)
     several = {"group": None, "reduction": ReductionSettings(1, 1), "gather_numel": 1}
-    optimizer._core.offload = ShardedOffload.over(longshore.Offload(), **several)
+    optimizer._core.members.offload = ShardedOffload.over(longshore.Offload(), **several)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"of an engine .* engine\.save_checkpoint"):
             attempt(optimizer)

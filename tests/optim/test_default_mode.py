@@ -41,7 +41,7 @@ def test_idle_means_untouched() -> None:
     plain_model, model = twins()
     plain = PlainLoop(plain_model.parameters(), lr=1e-2, weight_decay=0.5)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-    assert len(optimizer._core.store.tiles) == 1
+    assert len(optimizer._core.members.store.tiles) == 1
     for step in range(6):
         for each in (plain_model, model):
             loss_of(each, step).backward()
@@ -223,7 +223,7 @@ def test_frozen_and_unfrozen_in_mid_training() -> None:
     plain = PlainLoop(plain_model.parameters(), lr=1e-2)
     model[0].requires_grad_(False)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, offload=simulated())
-    laid_out = len(optimizer._core.store.tiles)
+    laid_out = len(optimizer._core.members.store.tiles)
     plain_model[0].requires_grad_(False)
     for step in range(6):
         for each in (plain_model, model):
@@ -234,7 +234,7 @@ def test_frozen_and_unfrozen_in_mid_training() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-    assert len(optimizer._core.store.tiles) > laid_out
+    assert len(optimizer._core.members.store.tiles) > laid_out
 
 
 # -- law 10: the parameter is the user's --------------------------------------
@@ -541,7 +541,7 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(
         each.grad = torch.ones_like(each)
     optimizer.step()  # a regular one, since the state was handed out
 
-    kernels, calls = optimizer._core.store.tiles.kernels, []
+    kernels, calls = optimizer._core.members.store.tiles.kernels, []
     whole = getattr(kernels, kernel)
     if kernel == "step_tile":
         optimizer._core._repeated = None  # a regular step
@@ -615,7 +615,10 @@ def test_parameters_replaced_before_the_first_step(release: bool) -> None:
         optimizer.zero_grad()
         loop.step_on_grads()
     assert same_weights(model, twin)
-    assert [record.parameter is each for record, each in zip(optimizer._core.records, model.parameters(), strict=True)]
+    assert [
+        record.parameter is each
+        for record, each in zip(optimizer._core.members.records, model.parameters(), strict=True)
+    ]
 
 
 def test_replaced_by_what_cannot_be_stepped() -> None:

@@ -173,14 +173,14 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
         assert all(
             torch.equal(torch.as_tensor(value), torch.as_tensor(split[index][key])) for key, value in entries.items()
         )
-    assert optimizers[1]._core.store.tiles.device_bytes()["state"] > 0
+    assert optimizers[1]._core.members.store.tiles.device_bytes()["state"] > 0
 
 
 def test_released_gradients_take_no_device_memory() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).to(device_type())
     parameter_bytes = 4 * 2048 * 2048
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
-    optimizer._core.store.tiles.streams.down.limit_bytes = 2 * parameter_bytes
+    optimizer._core.members.store.tiles.streams.down.limit_bytes = 2 * parameter_bytes
     x = torch.randn(4, 2048, device=device_type())
     for _ in range(2):
         torch.accelerator.synchronize()
@@ -200,7 +200,8 @@ def test_without_offload_state_is_on_the_device() -> None:
     backward(model, 0, torch.bfloat16)
     optimizer.step()
     assert all(
-        tile.buffer is not None and tile.buffer.device.type == device_type() for tile in optimizer._core.store.tiles
+        tile.buffer is not None and tile.buffer.device.type == device_type()
+        for tile in optimizer._core.members.store.tiles
     )
     assert set(optimizer.host_bytes().values()) == {0}
     parameter = next(model.parameters())
@@ -216,7 +217,7 @@ def test_without_offload_state_is_on_the_device() -> None:
 def test_pinned_memory_is_made_at_start_up() -> None:
     model = small_model().to(device_type())
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
-    slot = optimizer._core.store.tiles.tiles[0].slot
+    slot = optimizer._core.members.store.tiles.tiles[0].slot
     assert slot is not None
     assert slot.view(torch.float32, SegmentLayout(0, 0, 0, 4)).is_pinned()
     held = optimizer.host_bytes()["gradients"]

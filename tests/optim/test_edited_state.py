@@ -256,12 +256,12 @@ def test_copies_that_nobody_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     most = 0
     for state in optimizer.state.values():
         state["momentum_buffer"].mul_(0.5)
-        copies = optimizer._core.handed_out.copies
+        copies = optimizer._core.members.handed_out.copies
         most = max(most, sum(copy.values.nbytes for each in copies.values() for copy in each.values()))
     assert most <= 6 * parameters[0].numel() * 4
     assert all(state["momentum_buffer"].eq(0.5).all() for state in optimizer.state.values())
     optimizer.step()
-    assert not optimizer._core.handed_out.copies
+    assert not optimizer._core.members.handed_out.copies
 
 
 def test_a_state_is_a_dictionary() -> None:

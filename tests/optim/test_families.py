@@ -41,7 +41,7 @@ def test_the_host_holds_the_master_and_the_rules_states(kind: Kind) -> None:
     optimizer = kind.make(model.parameters())
     loss_of(model, 0, torch.bfloat16).backward()
     optimizer.step()
-    numel = sum(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+    numel = sum(tile.layout.buffer_numel for tile in optimizer._core.members.store.tiles)
     assert optimizer.host_bytes()["state"] == 4 * (1 + len(kind.states)) * numel
 
 
@@ -125,7 +125,7 @@ def test_groups_with_and_without_momentum_share_a_tile() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-    assert len(optimizer._core.store.tiles) == 1  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    assert len(optimizer._core.members.store.tiles) == 1  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     assert [list(optimizer.state.get(p, {})) for p in model.parameters()] == [["momentum_buffer"]] * 2 + [[]] * 2 + [
         ["momentum_buffer"]
     ] * 2

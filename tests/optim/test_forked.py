@@ -52,7 +52,7 @@ def step(optimizer: Any, parameter: nn.Parameter) -> None:
 
 def addresses(optimizer: Any) -> list[int]:
     """Where the states, spares, sums and slots are."""
-    tier = optimizer._core.store.tiles.tier
+    tier = optimizer._core.members.store.tiles.tier
     pools = [tier.buffers, tier.sums, tier.speculator._pool]
     buffers = [tile.buffer for tile in tier.tiles]
     buffers += [each for pool in pools for kept in (pool._free, pool._idle) for some in kept.values() for each in some]

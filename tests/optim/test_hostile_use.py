@@ -331,7 +331,7 @@ def test_loading_after_a_failed_first_step_leaves_nothing_of_it(monkeypatch: pyt
     fresh, weights = copy.deepcopy(optimizer.state_dict()), ours.detach().clone()
     ours.grad = torch.full((16,), 100.0)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._core.store.tiles.streams, "end_publish", lambda: 1 / 0)
+        patch.setattr(optimizer._core.members.store.tiles.streams, "end_publish", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     with torch.no_grad():
@@ -464,7 +464,7 @@ def test_ten_thousand_small_parameters_cost_no_more_than_their_number(release: b
     many = parameters(2000, 1)
     optimizer = longshore.AdamW(many, release_gradients=release, offload=OFF)
     walks = []
-    for tile in optimizer._core.store.tiles:
+    for tile in optimizer._core.members.store.tiles:
         whole = tile.end_window
         tile.end_window = lambda stepped, whole=whole: walks.append(1) or whole(stepped)  # type: ignore[method-assign]
     for _ in range(2):

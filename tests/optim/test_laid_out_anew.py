@@ -48,7 +48,7 @@ def test_all_parameters_replaced_in_the_middle_of_a_window(fails: bool, monkeypa
     optimizer = longshore.AdamW([former], lr=0.1, release_gradients=True)
     with monkeypatch.context() as patched:
         if fails:
-            patched.setattr(optimizer._core.store, "arrive", lambda *_: 1 / 0)
+            patched.setattr(optimizer._core.members.store, "arrive", lambda *_: 1 / 0)
         former.sum().backward()
     optimizer.param_groups[0]["params"][:] = [present]
     optimizer.step()  # there is no gradient

@@ -224,7 +224,7 @@ def test_host_memory_is_that_of_master_and_momentum() -> None:
     optimizer = longshore.Muon(groups_of(model), lr=0.02, offload=simulated())
     backward(model, 0)
     optimizer.step()
-    tier = optimizer._core.store.tiles.tier
+    tier = optimizer._core.members.store.tiles.tier
     numels = {True: 0, False: 0}
     for tile in tier.tiles:
         numels[tile.arrays.of_matrices] += tile.layout.buffer_numel
@@ -242,19 +242,19 @@ def test_a_snapshot_is_of_its_moment(kind: str) -> None:
         backward(each, 0)
         of.step()
         of.zero_grad()
-    core = optimizer._core
+    members = optimizer._core.members
     reads = [
-        (record.index, name) for record in core.records if record.matrices for name in ("momentum_buffer", "master")
+        (record.index, name) for record in members.records if record.matrices for name in ("momentum_buffer", "master")
     ]
-    before = {read: core.store.states.read(*read) for read in reads}
-    snapshot = core.store.states.ranges.snapshot(reads, 1 << 20)
+    before = {read: members.store.states.read(*read) for read in reads}
+    snapshot = members.store.states.ranges.snapshot(reads, 1 << 20)
     for each, of in ((model, optimizer), (other, same)):
         for step in (1, 2):
             backward(each, step)
             of.step()
             of.zero_grad()
     assert all(torch.equal(snapshot.read_range(*read), before[read]) for read in reads)
-    assert not any(torch.equal(core.store.states.read(*read), before[read]) for read in reads)
+    assert not any(torch.equal(members.store.states.read(*read), before[read]) for read in reads)
     snapshot.close()
     assert same_weights(model, other)
 

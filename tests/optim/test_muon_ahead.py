@@ -54,7 +54,7 @@ class Pair:
             for model, share in zip(self.models, (0, memory), strict=True)
         )
         self.steps = itertools.count()
-        self.tiles = self.ahead._core.store.tiles.tiles
+        self.tiles = self.ahead._core.members.store.tiles.tiles
 
     def backward(self) -> None:
         step = next(self.steps)
@@ -126,7 +126,7 @@ def test_the_record_is_of_all_tiles(pair: Pair) -> None:
     pair.train(1)
     record = pair.ahead.speculation
     assert record is not None
-    assert record.kept == record.begun == record.spares == len(pair.ahead._core.store.tiles)
+    assert record.kept == record.begun == record.spares == len(pair.ahead._core.members.store.tiles)
 
 
 def test_a_schedule_of_learning_rates_keeps_what_was_made(pair: Pair) -> None:
@@ -179,9 +179,9 @@ def test_idle_matrices_keep_everything(pair: Pair) -> None:
 
 def test_a_snapshot_is_of_its_moment(pair: Pair) -> None:
     """Buffers that it has still to read are not written, and steps ahead go on."""
-    reads = [(index, "momentum_buffer") for index in pair.ahead._core.store.tiles.tier.ranges]
-    before = {index: pair.ahead._core.store.states.ranges.read(index, which) for index, which in reads}
-    snapshot = pair.ahead._core.store.states.ranges.snapshot(reads, 1 << 30)
+    reads = [(index, "momentum_buffer") for index in pair.ahead._core.members.store.tiles.tier.ranges]
+    before = {index: pair.ahead._core.members.store.states.ranges.read(index, which) for index, which in reads}
+    snapshot = pair.ahead._core.members.store.states.ranges.snapshot(reads, 1 << 30)
     pair.train(2)
     assert all(torch.equal(snapshot.read_range(index, which), before[index]) for index, which in reads)
     snapshot.close()
@@ -233,7 +233,7 @@ def test_a_last_pass_that_fails_breaks_the_state(
     """It may have written some parameters."""
     whole, passes = HostKernels.step_tile, itertools.count()
     pair.backward()
-    pair.ahead._core.store.tiles.settle()  # what goes ahead has been made
+    pair.ahead._core.members.store.tiles.settle()  # what goes ahead has been made
 
     def failing(self: HostKernels, *arguments: Any) -> None:
         whole(self, *arguments)
@@ -284,7 +284,7 @@ class Grown:
             release_gradients=True,
             offload=longshore.Offload(tile_numel=1024, speculation_memory=memory),
         )
-        self.store = self.optimizer._core.store.tiles
+        self.store = self.optimizer._core.members.store.tiles
 
     def group(self, number: int, use_muon: bool) -> dict[str, Any]:
         """Four of the layers."""
@@ -329,9 +329,11 @@ def test_a_snapshot_outlives_the_naming_of_other_states(between: bool) -> None:
     for _ in range(3):
         grown.step(slice(4))
     reads = [
-        (record.index, which) for record in grown.optimizer._core.records for which in ("master", "momentum_buffer")
+        (record.index, which)
+        for record in grown.optimizer._core.members.records
+        for which in ("master", "momentum_buffer")
     ]
-    snapshot = grown.optimizer._core.store.states.ranges.snapshot(reads, 1 << 30)
+    snapshot = grown.optimizer._core.members.store.states.ranges.snapshot(reads, 1 << 30)
     closing = threading.Timer(30, snapshot.close)
     closing.start()
     if between:

@@ -65,7 +65,7 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         models.append(model)
         states.append(optimizer.state_dict()["state"])
         # As many gradients are added on the device as on the host.
-        assert (optimizer._core.store.tiles.tier.sums.allocated_bytes > 0) is release
+        assert (optimizer._core.members.store.tiles.tier.sums.allocated_bytes > 0) is release
         optimizer.close()
     assert same_weights(*models)
     assert torch.equal(norms[0], norms[2]) and torch.equal(norms[1], norms[3]) and norms[0] > 0.3
@@ -139,12 +139,12 @@ def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:
     transfer = SimulatedTransfer(max_delay_s=0.0)
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(device="none", transfer=transfer))
-    assert isinstance(optimizer._core.store.tiles.streams, CopyStreams)
+    assert isinstance(optimizer._core.members.store.tiles.streams, CopyStreams)
     loss_of(model, 0).backward()
     optimizer.step()
     assert transfer.down.delays == transfer.up.delays == 0
     staged = longshore.AdamW(small_model().parameters(), offload=Offload(transfer=transfer))
-    assert staged._core.store.tiles.streams is transfer
+    assert staged._core.members.store.tiles.streams is transfer
 
 
 def test_cpu_parameters_are_stepped_by_the_host_kernels_either_way() -> None:

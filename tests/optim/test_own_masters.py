@@ -50,7 +50,7 @@ def test_writes_while_a_tile_is_stepped_ahead(memory: int | str) -> None:
     plain = PlainLoop(plain_model.parameters(), lr=1e-2)
     offload = longshore.Offload(tile_numel=64, speculation_memory=memory)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload)
-    numel = sum(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+    numel = sum(tile.layout.buffer_numel for tile in optimizer._core.members.store.tiles)
     for step in range(5):
         for each in (plain_model, model):
             loss_of(each, step).backward()
@@ -79,7 +79,7 @@ def test_new_memory_and_other_layouts() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-        assert torch.equal(optimizer._core.store.states.read(0, "master"), model[0].weight.detach().reshape(-1))
+        assert torch.equal(optimizer._core.members.store.states.read(0, "master"), model[0].weight.detach().reshape(-1))
 
 
 @pytest.mark.parametrize("first", [0, 2])

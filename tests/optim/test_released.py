@@ -39,8 +39,8 @@ def test_a_single_backward_allocates_no_accumulator() -> None:
     loss_of(model, 3, torch.bfloat16).backward()
     loss_of(model, 4, torch.bfloat16).backward()
     optimizer.step()
-    padded = sum(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
-    largest = max(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+    padded = sum(tile.layout.buffer_numel for tile in optimizer._core.members.store.tiles)
+    largest = max(tile.layout.buffer_numel for tile in optimizer._core.members.store.tiles)
     landing = LANDING_SLOTS * padded_bytes(2 * largest)
     assert optimizer.host_bytes() == {"state": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
                                       "spares": 0, "staging": landing, "accumulators": 4 * padded}  # fmt: skip
@@ -514,7 +514,7 @@ def test_ctrl_c_in_a_hook_ends_the_backward_and_the_window_says_so(monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._core.store, "arrive", interrupt)
+        patch.setattr(optimizer._core.members.store, "arrive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss_of(model, 0).backward()
     with pytest.raises(longshore.GradientError, match=r"KeyboardInterrupt.*zero_grad"):

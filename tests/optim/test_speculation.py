@@ -175,7 +175,7 @@ def test_idle_parameters_of_a_tile_that_is_stepped_ahead() -> None:
         record = pair.step()
     assert record.kept == record.begun > 2
     heads = {index for index, (name, _) in enumerate(pair.models[0].named_parameters()) if name.startswith("heads")}
-    assert any(len(heads & tile.segments.keys()) > 2 for tile in pair.ahead._core.store.tiles), (
+    assert any(len(heads & tile.segments.keys()) > 2 for tile in pair.ahead._core.members.store.tiles), (
         "no tile holds both heads"
     )
 
@@ -229,7 +229,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
-            optimizer._core.store.states.write(0, GRADIENT, torch.full((weight.numel(),), 0.5))
+            optimizer._core.members.store.states.write(0, GRADIENT, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
@@ -289,11 +289,11 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead._core.store.tiles.tier.speculator.spares
+    pool = pair.ahead._core.members.store.tiles.tier.speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
-        pair.ahead._core.store.tiles.settle()  # the passes have ended: the next gradient drops what they made
+        pair.ahead._core.members.store.tiles.settle()  # the passes have ended: the next gradient drops what they made
         pair.backward()
         assert pair.step().dropped > 2
         pair.train(1, backwards=2)
@@ -333,7 +333,7 @@ def test_ctrl_c_while_passes_are_collected(
     pair.backward()
     for _ in range(arrived):
         pair.backward()
-    pool = pair.ahead._core.store.tiles.tier.speculator.spares
+    pool = pair.ahead._core.members.store.tiles.tier.speculator.spares
     with monkeypatch.context() as patched:
         patched.setattr(Bet, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -347,7 +347,7 @@ def test_ctrl_c_while_passes_are_collected(
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_passes_are_collected_once(pair: Pair, after: int) -> None:
     """Gradients are added to after they were looked at, several times: no spare is given back twice, none is lost."""
-    pool = pair.ahead._core.store.tiles.tier.speculator.spares
+    pool = pair.ahead._core.members.store.tiles.tier.speculator.spares
     assert pool is not None
     pair.backward()
     for _ in range(after):
@@ -369,7 +369,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pair.ahead._core.store.tiles.tier.sums, "trim", fail)
+        patched.setattr(pair.ahead._core.members.store.tiles.tier.sums, "trim", fail)
         patched.setattr("longshore.tiles.in_place.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
@@ -381,7 +381,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     """They run while other ranks' part of the norm is on its way."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store = pair.ahead._core.store.tiles
+    store = pair.ahead._core.members.store.tiles
     hold, known_squares = store.tier.speculator.pause, store.tier.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
@@ -419,7 +419,7 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     """As where Ctrl-C ends the wait for the worker before it has put the pass off."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead._core.store.tiles, threading.Event()
+    store, gate = pair.ahead._core.members.store.tiles, threading.Event()
     speculator = store.tier.speculator
     hold = speculator.pause
 
@@ -439,7 +439,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     """The tile is stepped in place then."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead._core.store.tiles, threading.Event()
+    store, gate = pair.ahead._core.members.store.tiles, threading.Event()
     hold = store.tier.speculator.pause
 
     def holding() -> None:
@@ -464,12 +464,12 @@ def test_the_norm_is_measured_in_backward(memory: str, clip: float, monkeypatch:
     pair = Pair(memory=memory, dtype=torch.bfloat16)
     pair.train(6, clip=clip)
     pair.backward()
-    pair.ahead._core.store.tiles.settle()
+    pair.ahead._core.members.store.tiles.settle()
     measured: list[int] = []
 
     def counting(whole: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: HostKernels, parameters: Any, *rest: Any) -> Any:
-            if self is pair.ahead._core.store.tiles.kernels:
+            if self is pair.ahead._core.members.store.tiles.kernels:
                 measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
             return whole(self, parameters, *rest)
 
@@ -491,7 +491,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     queued yet; and what would be measured after that fails."""
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
-    store = pair.ahead._core.store.tiles
+    store = pair.ahead._core.members.store.tiles
     (_, _), (second, _) = store.tier.parts[0]
     pair.backward()
     store.settle()
@@ -538,7 +538,7 @@ def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.backward()
     before = pair.ahead.grad_norm()
     for optimizer in pair.optimizers:
-        optimizer._core.store.states.write(0, GRADIENT, torch.full((24 * 16,), 3.0))
+        optimizer._core.members.store.states.write(0, GRADIENT, torch.full((24 * 16,), 3.0))
     after = pair.ahead.grad_norm()
     assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 
@@ -572,7 +572,7 @@ def test_a_budget_of_part_of_the_tiles() -> None:
 def test_counted_bytes_of_spares() -> None:
     pair = Pair(memory="100%", dtype=torch.bfloat16)
     pair.train(2)
-    numels = [tile.layout.buffer_numel for tile in pair.ahead._core.store.tiles if tile.buffer is not None]
+    numels = [tile.layout.buffer_numel for tile in pair.ahead._core.members.store.tiles if tile.buffer is not None]
     outputs = sum(-(-2 * numel // 64) * 64 for numel in numels)
     assert pair.ahead.host_bytes()["spares"] == sum(12 * numel for numel in numels) + outputs
 
@@ -588,7 +588,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead._core.store.tiles.tier.speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead._core.members.store.tiles.tier.speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 
@@ -602,7 +602,7 @@ def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
         optimizer.param_groups[0]["momentum"] = 0.9
     assert pair.step().kept == 0
     assert pair.train(2).kept > 2
-    numel = sum(tile.layout.buffer_numel for tile in pair.ahead._core.store.tiles if tile.buffer is not None)
+    numel = sum(tile.layout.buffer_numel for tile in pair.ahead._core.members.store.tiles if tile.buffer is not None)
     assert pair.ahead.host_bytes()["spares"] == narrow + 4 * numel
 
 
@@ -611,7 +611,7 @@ def test_a_state_that_is_new_after_a_step_that_was_dropped() -> None:
     pair = Pair(optimizer=longshore.SGD)
     assert pair.train(2).kept > 2
     pair.backward()
-    pair.ahead._core.store.tiles.settle()  # the passes have ended
+    pair.ahead._core.members.store.tiles.settle()  # the passes have ended
     pair.backward()
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["momentum"] = 0.9

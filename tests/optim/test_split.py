@@ -31,7 +31,7 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
 
 def parts_of(optimizer: Any) -> tuple[Tier, Tier]:
     """What stays on the device, and what is on the host."""
-    device, host = optimizer._core.store.tiles.tiers
+    device, host = optimizer._core.members.store.tiles.tiers
     return device, host
 
 
@@ -144,10 +144,10 @@ def test_the_share_is_counted(ratio: float) -> None:
     optimizer.step()
     whole = 3 * 4 * 64 * 64 * 10
     assert optimizer.host_bytes()["state"] == ratio * whole
-    assert optimizer._core.store.tiles.device_bytes().get("state", 0) == (1 - ratio) * whole
+    assert optimizer._core.members.store.tiles.device_bytes().get("state", 0) == (1 - ratio) * whole
     if ratio < 1.0:  # what comes last in backward stays
         device, _ = parts_of(optimizer)
-        assert [bool(device.parts[record.index]) for record in optimizer._core.records] == [True] * round(
+        assert [bool(device.parts[record.index]) for record in optimizer._core.members.records] == [True] * round(
             10 - 10 * ratio
         ) + [False] * round(10 * ratio)
     optimizer.close()
@@ -210,7 +210,7 @@ def test_a_discarded_window_leaves_nothing_in_either_part(step_between: bool) ->
     before = [parameter.detach().clone() for parameter in model.parameters()]
     loss_of(model, 0).backward()
     optimizer.zero_grad()
-    assert {optimizer._core.store.arrivals(record.index) for record in optimizer._core.records} == {0}
+    assert {optimizer._core.members.store.arrivals(record.index) for record in optimizer._core.members.records} == {0}
     if step_between:
         optimizer.step()
     assert_same([parameter.detach() for parameter in model.parameters()], before)
@@ -318,5 +318,5 @@ def test_nothing_to_share_is_refused() -> None:
 def test_cpu_parameters_have_one_memory() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(ratio=0.5))
-    assert len(optimizer._core.store.tiles.tiers) == 1
+    assert len(optimizer._core.members.store.tiles.tiers) == 1
     optimizer.close()

@@ -466,7 +466,7 @@ def test_loading_that_is_interrupted_is_seen(release: bool, monkeypatch: pytest.
         write_state(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("longshore.optim.tiled_optimizer.write_state", interrupted)
+        patch.setattr("longshore.optim.state.write_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(saved)
     loss_of(other, 1).backward()
@@ -488,8 +488,8 @@ def test_ctrl_c_at_any_write_waits_until_the_state_is_whole(monkeypatch: pytest.
     saved = saving.state_dict()
     optimizer = longshore.AdamW(other.parameters())
     train(other, optimizer, range(1))
-    store, calls = optimizer._core.store.states, iter(range(10**6))
-    writes = {name: getattr(store, name) for name in ("write", "clear")}
+    store, calls = optimizer._core.members.store, iter(range(10**6))
+    writes = {name: getattr(store, name) for name in ("write_state", "clear_state")}
 
     def interrupting(at: int, times: int, name: str) -> Any:
         def write(*arguments: Any) -> None:

@@ -48,7 +48,7 @@ def check(model: nn.Module, optimizer: Any, plain_model: nn.Module, plain: State
 
 
 def formats_of(optimizer: Any) -> set[str]:
-    return {tile.format.value for tile in optimizer._core.store.tiles}
+    return {tile.format.value for tile in optimizer._core.members.store.tiles}
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:

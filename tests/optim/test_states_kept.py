@@ -236,7 +236,10 @@ def test_blocks_are_those_of_the_whole_parameter() -> None:
         optimizer = longshore.AdamW(model.named_parameters(), offload=offload("8bit", tile_numel))
         train(model, optimizer, range(1))
         segments = [
-            each for tile in optimizer._core.store.tiles if tile.format.value == "8bit" for each in tile.layout.segments
+            each
+            for tile in optimizer._core.members.store.tiles
+            if tile.format.value == "8bit"
+            for each in tile.layout.segments
         ]
         assert segments and all(each.parameter_offset % 64 == each.numel % 64 == 0 for each in segments)
 

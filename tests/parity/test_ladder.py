@@ -81,7 +81,7 @@ def test_default_mode_steps_grad_as_found(
         assert same_weights(plain_model, model), step
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     if tile_numel == 100:
-        assert len(optimizer._core.store.tiles) > 5
+        assert len(optimizer._core.members.store.tiles) > 5
 
 
 @pytest.mark.covering(2)
@@ -162,7 +162,7 @@ def test_groups_keep_their_own_hyper_parameters(kind: str, release: bool) -> Non
     optimizer = getattr(longshore, kind)(
         groups(model), lr=5e-3, weight_decay=0.05, release_gradients=release, offload=simulated(tile_numel=1 << 20)
     )
-    assert len(optimizer._core.store.tiles) == 1  # one tile holds all three groups
+    assert len(optimizer._core.members.store.tiles) == 1  # one tile holds all three groups
     for step in range(6):
         for group, ours in zip(plain.optimizer.param_groups, optimizer.param_groups, strict=True):
             group["lr"] = ours["lr"] = ours["lr"] * 0.9  # changed at any time

@@ -20,7 +20,7 @@ def test_many_tiles_step_like_one() -> None:
         models.append(small_model())
         offload = longshore.Offload(tile_numel=tile_numel)
         optimizers.append(longshore.AdamW(models[-1].parameters(), lr=1e-2, betas=(0.9, 0.95), offload=offload))
-    assert len(optimizers[0]._core.store.tiles) == 1 and len(optimizers[1]._core.store.tiles) > 30
+    assert len(optimizers[0]._core.members.store.tiles) == 1 and len(optimizers[1]._core.members.store.tiles) > 30
     for step in range(6):
         for model, optimizer in zip(models, optimizers, strict=True):
             if step == 3:

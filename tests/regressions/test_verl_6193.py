@@ -38,7 +38,7 @@ def test_host_memory_is_made_once(dtype: torch.dtype, release: bool) -> None:
     optimizer.step()
     optimizer.zero_grad()
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    tiles = optimizer._core.store.tiles
+    tiles = optimizer._core.members.store.tiles
     memory, held = [tile.buffer.data_ptr() for tile in tiles], optimizer.host_bytes()
     whole = held["state"]
     assert len(memory) == 1, "one buffer has the whole state"

@@ -75,7 +75,7 @@ def of_engine(parameters: int, stage: int, clip: bool) -> list[dict[str, int]]:
         loss = engine(x).pow(2).mean()
         with _late():
             found = [
-                _counted(lambda: (engine.backward(loss), engine.optimizer._core.store.collectives.drain())),  # noqa: B023
+                _counted(lambda: (engine.backward(loss), engine.optimizer._core.members.store.collectives.drain())),  # noqa: B023
                 _counted(engine.step),
             ]
     engine.destroy()

@@ -97,7 +97,7 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for(monkeypatch: py
     auto, host = Training("auto"), Training("host")
     for window in range(3):
         auto.backward(3 * window)
-        sums = auto.optimizer._core.store.tiles.tier.device_sums
+        sums = auto.optimizer._core.members.store.tiles.tier.device_sums
         kept = [*sums]
         assert len(kept) == 0 if window == 0 else 0 < len(kept) < 2 * LAYERS
         auto.backward(3 * window + 1)
@@ -110,7 +110,7 @@ def test_a_device_that_is_nearly_full_keeps_what_it_has_room_for(monkeypatch: py
     host.window(9, 10)
     for training in (auto, host):
         training.backward(11)
-    assert not auto.optimizer._core.store.tiles.tier.device_sums
+    assert not auto.optimizer._core.members.store.tiles.tier.device_sums
     for training in (auto, host):
         training.window(12)
     assert_equal(auto, host)
@@ -154,7 +154,7 @@ def test_more_backwards_that_are_announced() -> None:
     for training in (auto, host):
         training.backward(0, layers=1)
         training.window(1)
-        training.optimizer._core.store.expect_backwards(3)
+        training.optimizer._core.members.store.expect_backwards(3)
         training.window(2, 3, 4)
         training.window(5, 6, 7)
     assert_equal(auto, host)

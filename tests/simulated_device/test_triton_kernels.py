@@ -84,14 +84,14 @@ def test_whatever_the_delays_the_weights_are_the_same(seed: int, release: bool, 
             optimizer.zero_grad()
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(ours, theirs)
-    assert optimizers[1]._core.store.tiles.device_bytes()["state"] > 0
+    assert optimizers[1]._core.members.store.tiles.device_bytes()["state"] > 0
 
 
 def test_a_snapshot_has_what_a_stream_is_still_computing() -> None:
     """Whoever reads it does so on another stream."""
     parameter = torch.nn.Parameter(torch.ones(NUMEL, device=DEVICE, dtype=torch.bfloat16))
     optimizer = longshore.AdamW([parameter], offload=longshore.Offload(device="none"))
-    states = optimizer._core.store.states.ranges
+    states = optimizer._core.members.store.states.ranges
     stream = torch.Stream(DEVICE)
     with stream:
         for _ in range(2):

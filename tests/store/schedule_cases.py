@@ -34,7 +34,7 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
     engine = longshore.initialize(
         model=model, config=config, offload=longshore.Offload(40, 1, transfer=transfer)
     ).engine
-    store: Any = engine.optimizer._core.store
+    store: Any = engine.optimizer._core.members.store
     log: Log = []
 
     def before(target: Any, name: str, event: Any) -> None:

@@ -61,7 +61,7 @@ class Training:
 
     @property
     def store(self) -> Any:
-        return self.optimizer._core.store.tiles
+        return self.optimizer._core.members.store.tiles
 
     def weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
@@ -198,7 +198,7 @@ def test_gradients_that_are_read_and_written_in_between() -> None:
     def program(training: Training) -> None:
         for number in range(9):
             training.backward(number)
-            states = training.optimizer._core.store.states
+            states = training.optimizer._core.members.store.states
             if number % 3 == 1:
                 states.write(0, "gradient", states.read(0, "gradient") * 2)
             if number % 3 == 2:

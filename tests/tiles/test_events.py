@@ -80,7 +80,7 @@ def trained(seed: int, share: int | str, clip: bool = True) -> Witness:
     witness = Witness()
     for window in range(3):
         if window == 2:
-            optimizer._core.store.set_recorders([witness])
+            optimizer._core.members.store.set_recorders([witness])
         model(torch.randn(4, 24)).square().sum().backward()
         if clip:
             optimizer.clip_grad_norm_(1e9)

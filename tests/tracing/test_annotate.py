@@ -60,10 +60,12 @@ def test_ranges_by_thread() -> None:
     every = sum(threads.values(), Counter())
     assert every["longshore: norm"] == 2
     assert every["longshore: publish"] and every["longshore: copy to host"]
-    assert every["longshore: step ahead"] + every["longshore: step in place"] >= 2 * len(optimizer._core.store.tiles)
+    assert every["longshore: step ahead"] + every["longshore: step in place"] >= 2 * len(
+        optimizer._core.members.store.tiles
+    )
     host = [names for names in threads.values() if names["longshore: host"]]
     assert len(host) == 1 and not host[0]["longshore: norm"], "the worker's own thread"
-    assert optimizer._core.store.tiles.recorders == ()
+    assert optimizer._core.members.store.tiles.recorders == ()
     assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
     assert seen(lambda: train(model, optimizer, 1)) == {}
 
@@ -88,7 +90,7 @@ def test_nvtx_is_balanced_on_each_thread_also_after_errors(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
     monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda _: None)
     model, optimizer = make()
-    optimizer._core.store.set_recorders([ranges])
+    optimizer._core.members.store.set_recorders([ranges])
     train(model, optimizer)
     assert depth and not any(depth.values())
     with ranges.working("host"):
@@ -111,14 +113,14 @@ def test_parameters_that_are_replaced_inside() -> None:
         optimizer.param_groups[0]["params"] = list(model.parameters())
         train(model, optimizer)
     assert trace.summary().steps == 2 and trace.summary().host_bytes_per_second
-    assert optimizer._core.store.tiles.recorders == ()
+    assert optimizer._core.members.store.tiles.recorders == ()
 
 
 def test_beside_a_trace() -> None:
     model, optimizer = make()
     with longshore.annotate(optimizer), longshore.trace(optimizer) as trace:
         train(model, optimizer)
-    assert trace.summary().steps == 2 and optimizer._core.store.tiles.recorders == ()
+    assert trace.summary().steps == 2 and optimizer._core.members.store.tiles.recorders == ()
 
 
 def collectives() -> bool:

@@ -94,7 +94,7 @@ def test_a_copy_begins_when_it_runs() -> None:
 
 def test_what_the_next_forward_waits_for_is_exposed() -> None:
     training = Training(True)
-    transfer = training.optimizer._core.store.tiles.streams
+    transfer = training.optimizer._core.members.store.tiles.streams
     assert isinstance(transfer, DeviceStreams)
     with longshore.trace(training.optimizer) as traced:
         training.backward()
@@ -108,7 +108,7 @@ def test_what_the_next_forward_waits_for_is_exposed() -> None:
 
 def test_copies_are_timed_in_a_trace_alone() -> None:
     training = Training(True)
-    transfer = training.optimizer._core.store.tiles.streams
+    transfer = training.optimizer._core.members.store.tiles.streams
     assert isinstance(transfer, DeviceStreams)
     with longshore.trace(training.optimizer):
         assert transfer.down.times_copies and transfer.up.times_copies

@@ -35,7 +35,7 @@ def test_each_matrix_once_a_step() -> None:
     with longshore.trace(optimizers[0]) as trace:
         train(range(2, 5))
     assert same_weights(traced, plain)
-    tier = optimizers[0]._core.store.tiles.tier
+    tier = optimizers[0]._core.members.store.tiles.tier
     transforms = [event for event in trace.events if event.name == TRANSFORM]
     assert len(transforms) == 3 * len(tier.ranges)
     assert {event.track for event in transforms} == {"MainThread"}

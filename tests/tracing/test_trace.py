@@ -58,7 +58,7 @@ class Training:
                 tile_numel=TILE, transfer=TRANSFERS[transfer](), speculation_memory=memory if release else 0
             ),
         )
-        self.tiles = {tile.layout.index for tile in self.optimizer._core.store.tiles}
+        self.tiles = {tile.layout.index for tile in self.optimizer._core.members.store.tiles}
         assert len(self.tiles) > 2
 
     def backward(self) -> None:
@@ -237,7 +237,7 @@ def test_a_pass_that_fails_has_ended_too(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no pass")
 
     with longshore.trace(training.optimizer) as trace:
-        monkeypatch.setattr(training.optimizer._core.store.tiles.kernels, "step_tile", fail)
+        monkeypatch.setattr(training.optimizer._core.members.store.tiles.kernels, "step_tile", fail)
         training.backward()
         with pytest.raises(RuntimeError, match="no pass"):
             training.optimizer.step()
@@ -257,14 +257,14 @@ def test_nothing_is_recorded_outside_the_block() -> None:
     assert recorded and not any(thread.name.startswith("longshore-trace") for thread in threading.enumerate())
     training.train(2)
     assert trace.events is recorded
-    assert all(tile.recorder is NO_RECORDER for tile in training.optimizer._core.store.tiles)
+    assert all(tile.recorder is NO_RECORDER for tile in training.optimizer._core.members.store.tiles)
     assert not training.optimizer._optimizer_step_pre_hooks and not training.optimizer._optimizer_step_post_hooks
 
 
 def test_what_ends_after_the_block_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("direct")
     training.train(2)
-    kernels, go_on = training.optimizer._core.store.tiles.kernels, threading.Event()
+    kernels, go_on = training.optimizer._core.members.store.tiles.kernels, threading.Event()
     step_tile, begun = kernels.step_tile, threading.Event()
 
     def slowly(*arguments: Any) -> None:
@@ -289,7 +289,7 @@ def test_the_block_ends_where_it_raises() -> None:
         training.train(1)
         raise ZeroDivisionError
     assert named(trace.events, STEP)
-    assert all(tile.recorder is NO_RECORDER for tile in training.optimizer._core.store.tiles)
+    assert all(tile.recorder is NO_RECORDER for tile in training.optimizer._core.members.store.tiles)
 
 
 def test_parameters_that_are_added_in_the_block_are_in_it() -> None:
@@ -329,7 +329,7 @@ def test_what_cannot_be_traced_is_named() -> None:
     with longshore.trace(training.optimizer):
         with pytest.raises(LongshoreError, match="being traced already"), longshore.trace(training.optimizer):
             pass
-        assert all(tile.recorder is not NO_RECORDER for tile in training.optimizer._core.store.tiles)
+        assert all(tile.recorder is not NO_RECORDER for tile in training.optimizer._core.members.store.tiles)
 
 
 def test_it_is_read_after_the_block(tmp_path: Path) -> None:

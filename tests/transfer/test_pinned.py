@@ -142,6 +142,6 @@ def test_what_an_optimizer_pins_is_counted_and_made_at_start_up(
     assert sum(blocks) == at_start == found["gradients"] + found["staging"] > 0
     if release:  # every gradient has its place, which is aligned to 64 bytes, and later ones have a few for all
         assert found["gradients"] <= sum(sizes) * dtype.itemsize + 64 * len(sizes)
-        largest = max(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+        largest = max(tile.layout.buffer_numel for tile in optimizer._core.members.store.tiles)
         assert found["staging"] == LANDING_SLOTS * padded_bytes(largest * dtype.itemsize)
     optimizer.close()

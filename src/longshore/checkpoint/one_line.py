@@ -84,11 +84,11 @@ def save(
         training = group.together(lambda: TrainingState(model, ours, group))
         if group.world_size > 1:
             training.compare_ranks()
-        step = max((record.step for record in core_of(ours).records), default=0) if ours is not None else 0
+        step = max((record.step for record in core_of(ours).members.records), default=0) if ours is not None else 0
         step = max(group.gather(step))
         memory_bytes = memory_for_snapshot(group) if async_save else None
         run, values = _RUNS.setdefault(root, secrets.token_hex(8)), {CLIENT_STATE: dict(state or {})}
-        mode = {} if ours is None else {RELEASED: core_of(ours).release_gradients}
+        mode = {} if ours is None else {RELEASED: core_of(ours).members.release_gradients}
         content = prepare(lambda: training.content({**values, **mode}, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
@@ -161,8 +161,8 @@ def load(
 
 def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklevel: int = 3) -> None:
     """Warn if the run that was saved added several backwards in another dtype (older checkpoints do not say which)."""
-    core = core_of(optimizer)
-    here, low = core.release_gradients, any(record.dtype != torch.float32 for record in core.records)
+    members = core_of(optimizer).members
+    here, low = members.release_gradients, any(record.dtype != torch.float32 for record in members.records)
     if released is (not here) and low:
         warnings.warn(
             f"{path} was saved with release_gradients={released}, and here it is {here}: where a step has several "
@@ -173,7 +173,7 @@ def compare_modes(optimizer: TiledOptimizer, released: Any, path: Path, stacklev
 
 def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
     core = None if optimizer is None else core_of(optimizer)
-    if core is not None and core.store.tiles.broken is None and core.gradients_arrived:
+    if core is not None and core.members.store.tiles.broken is None and core.window.gradients_arrived:
         gradients = why.format("gradients that release_gradients=True copied to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 

@@ -24,7 +24,7 @@ from longshore.layout.boxes import Box, boxes_in
 from longshore.layout.formats import StateFormat
 from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.state import as_parameter, clear_state, merged_group
+from longshore.optim.state import as_parameter, begin_load, clear_state, merged_group
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.tiles import MASTER, StateSnapshot
 
@@ -114,13 +114,13 @@ class OptimizerState:
     def __init__(self, optimizer: TiledOptimizer, model: ModelState) -> None:
         self.optimizer = optimizer
         self._model = model
-        core = self.core = core_of(optimizer)
-        self._store = core.store
-        self._family = core.family
+        members = self._members = core_of(optimizer).members
+        self._store = members.store
+        self._family = members.family
         self.records: dict[str, ParameterRecord] = {}
-        members = core.members()
-        for record in core.records:
-            if record.index not in members:
+        present = members.indices()
+        for record in members.records:
+            if record.index not in present:
                 continue  # as in a state_dict()
             name = model.name_of(record.parameter)
             if name is None:
@@ -139,8 +139,8 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Return everything but the arrays, as nested values."""
-        self.core.take_edits()
-        handed_out = self.core.handed_out
+        handed_out = self._members.handed_out
+        handed_out.write_back(self._members)
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
@@ -168,7 +168,7 @@ class OptimizerState:
     @property
     def _states_seed(self) -> int | None:
         """The number on which the random bits of encoded states depend; None: states are float32."""
-        offload = self.core.offload
+        offload = self._members.offload
         return None if offload.state_format is StateFormat.FP32 else offload.states_seed
 
     def _matrices_on(self) -> str | None:
@@ -303,11 +303,11 @@ class OptimizerState:
 
     def clear(self) -> None:
         """Reset the state, as if nothing had been stepped."""
-        core = self.core
-        core.begin_load()
-        for record in core.records:
-            clear_state(record, core)
-        core.handed_out.unplaced = {}
+        members = self._members
+        begin_load(members)
+        for record in members.records:
+            clear_state(record, members)
+        members.handed_out.unplaced = {}
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
@@ -315,14 +315,14 @@ class OptimizerState:
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """Allocate the state, and return the boxes that this process loads; arguments as in :meth:`differences`."""
-        core = self.core
+        members = self._members
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
-        core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
+        members.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
         found: list[WantedBoxes] = []
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store.ownership:
-                core.source.watch([record])
+                members.source.watch([record])
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):
@@ -337,7 +337,7 @@ class OptimizerState:
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
         """Restore everything but the arrays, once these are loaded."""
-        handed_out = self.core.handed_out
+        handed_out = self._members.handed_out
         handed_out.others = dict(about.get("others", {}))
         if (device := about.get(_MATRICES_ON)) and (own := self._matrices_on()) and device != own:
             warnings.warn(

@@ -34,9 +34,8 @@ from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file, report_arithmetic
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
-from longshore.optim.shards import is_sharded
+from longshore.optim.shards import counterparts, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.optim.wrapped_names import counterparts
 
 Held = Mapping[str, Any]
 """What has to be the same on all ranks that have a tensor, by what it is."""

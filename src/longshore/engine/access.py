@@ -48,7 +48,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     if found is None:
         return None
     core, record = found
-    store = core.store
+    store = core.members.store
     master = _copy(store.ownership.assemble_values(record.index, record.values()))
     if record.has_master:
         master = adopted(store.states.read(record.index, MASTER), master.to(record.dtype))
@@ -63,13 +63,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         ParameterError: the parameter is whole now, inside :func:`longshore.gather`.
     """
     core, record = _found(param, value)
-    store = core.store
+    members, store = core.members, core.members.store
     if store.residence.is_whole(record.index):
         raise ParameterError(
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
             "write to it like to any tensor, with modifier_rank, or call this outside of the block"
         )
-    core.take_edits()
+    members.handed_out.write_back(members)
     with torch.no_grad():
         part = store.ownership.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
@@ -80,7 +80,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         store.states.write(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
-        core.handed_out.follow(core, {record.index})
+        members.handed_out.follow(members, {record.index})
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -93,7 +93,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     if found is None:
         return None
     _check_key(*found, optim_state_key)
-    return StateMap(found[0])[found[1].parameter].get(optim_state_key)
+    return StateMap(found[0].members)[found[1].parameter].get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -104,7 +104,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     """
     core, record = _found(param, value)
     _check_key(core, record, optim_state_key)
-    StateMap(core)[record.parameter][optim_state_key] = value
+    StateMap(core.members)[record.parameter][optim_state_key] = value
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -123,7 +123,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = core.store.states.read(record.index, GRADIENT)
+        gradient = core.members.store.states.read(record.index, GRADIENT)
     return _copy(gradient).view(record.shape)
 
 
@@ -136,7 +136,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     core, record = _found(param, value)
     if core.window_gradients(reading=True).get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    core.store.states.write(record.index, GRADIENT, flat(_copy(value)))
+    core.members.store.states.write(record.index, GRADIENT, flat(_copy(value)))
 
 
 def _without_engine(param: Tensor) -> Tensor | None:
@@ -165,10 +165,10 @@ def _find(param: Tensor) -> tuple[OptimizerCore, ParameterRecord] | None:
         if (optimizer := reference()) is None:
             continue
         core = core_of(optimizer)
-        for record in core.records:
+        for record in core.members.records:
             # Between forward and backward FSDP2 replaces the parameter by the gathered one, which is the leaf.
             if param is record.parameter or param is record.leaf():
-                core.store.states.check_usable()
+                core.members.store.states.check_usable()
                 return core, record
     return None
 
@@ -186,7 +186,7 @@ def _found(param: Tensor, value: Tensor) -> tuple[OptimizerCore, ParameterRecord
 
 
 def _check_key(core: OptimizerCore, record: ParameterRecord, key: str) -> None:
-    arrays, family = core.store.tiles.tier.elementwise.names, record.family
+    arrays, family = core.members.store.tiles.tier.elementwise.names, record.family
     known = [name for name in family.states if name in arrays or name == family.matrix_state]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

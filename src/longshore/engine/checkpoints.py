@@ -170,7 +170,7 @@ class Checkpoints:
     def _check_no_window(self, why: str) -> None:
         if not self._engine.in_window:
             return
-        if core_of(self._engine.optimizer).source.superseded:
+        if core_of(self._engine.optimizer).members.source.superseded:
             raise CheckpointError(
                 f"{why.format('those of the window under way')} with the engine that a later initialize() made for "
                 "this model, which steps it now; to go on with this one, call destroy() of that engine and zero_grad() "

@@ -197,7 +197,7 @@ class Engine(EngineAttributes):
 
     @property
     def _store(self) -> Store:
-        return core_of(self.optimizer).store
+        return core_of(self.optimizer).members.store
 
     # -- forward and backward -------------------------------------------------
 
@@ -238,11 +238,11 @@ class Engine(EngineAttributes):
         """
         check_loss(loss, "backward")
         self._check_alive()
-        counted, core = self._accumulation, core_of(self.optimizer)
+        counted, window = self._accumulation, self._store.window
         steps = counted.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
-        counted.has_raw(core.gradients_arrived)  # from a loss.backward() before this call
-        core.source.look_again()
+        counted.has_raw(window.gradients_arrived)  # from a loss.backward() before this call
+        core_of(self.optimizer).members.source.look_again()
         self._store.begin_backward(self._synchronize, counted.next_is_last())
         failure: GradientError | None = None
         try:
@@ -258,7 +258,7 @@ class Engine(EngineAttributes):
             raise
         finally:
             self._store.end_backward(failure)
-            counted.end_backward(loss, core.gradients_arrived, succeeded=failure is None)
+            counted.end_backward(loss, window.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1
@@ -292,7 +292,7 @@ class Engine(EngineAttributes):
         counted, core, store = self._accumulation, core_of(self.optimizer), self._store
         try:
             self._check_kept()
-            raw = counted.has_raw(core.gradients_arrived)
+            raw = counted.has_raw(core.window.gradients_arrived)
             others = store.ranks_with_raw(raw) if counted.alone else ()
             due = counted.due(raw, self.loss_scaling.value, others)
         except LongshoreError:
@@ -416,7 +416,7 @@ class Engine(EngineAttributes):
     @property
     def in_window(self) -> bool:
         """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
-        return self._accumulation.open or core_of(self.optimizer).gradients_arrived > 0
+        return self._accumulation.open or core_of(self.optimizer).window.gradients_arrived > 0
 
     # -- looking --------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class Engine(EngineAttributes):
         """
         if self._destroyed:
             return super()._apply(fn, recurse)
-        for record in core_of(self.optimizer).records:
+        for record in core_of(self.optimizer).members.records:
             found = fn(record.parameter)
             if (found.dtype, found.device) != (record.dtype, record.device):
                 raise ParameterError(

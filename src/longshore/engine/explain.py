@@ -161,8 +161,8 @@ def explain(
     config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding, stream: Stream | None = None
 ) -> Explanation:
     """Describe an engine, given its parts; no rank waits for another."""
-    core = core_of(optimizer)
-    store, tiles, records = core.store, core.store.tiles, core.records
+    members = core_of(optimizer).members
+    store, tiles, records = members.store, members.store.tiles, members.records
     layout = store.ownership.layout if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
     buckets = [
@@ -180,7 +180,7 @@ def explain(
         bucket, owners = None, ((0, record.parameter.numel()),)
         if layout is not None:
             bucket, owners = layout.bucket_of.get(record.index), layout.owners(record.index)
-        entry = core.window.entries.get(record.index)
+        entry = members.window.entries.get(record.index)
         counts = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         number = None if bucket is None else bucket.index
         numel, dtype = record.parameter.numel(), str(record.dtype)
@@ -208,7 +208,7 @@ def explain(
         host_bytes=dict(host_bytes),
         device_bytes=dict(device_bytes),
         parameters=tuple(rows),
-        states=core.offload.state_format.value,
+        states=members.offload.state_format.value,
         states_by_format=_states_by_format(records),
         speculation=optimizer.speculation,
         sums=tiles.tier.device_sums.text,

@@ -74,7 +74,7 @@ class Reports:
         self._device = device
         self._meter = Meter()
         if self._writers:
-            store = core_of(optimizer).store
+            store = core_of(optimizer).members.store
             store.set_recorders((*store.tiles.recorders, self._meter))
         self._seconds: dict[str, float] = defaultdict(float)
         """Seconds in forward, in backward and in step since the last line."""

@@ -113,8 +113,8 @@ def converted(
         ]
         made.load_state_dict({**saved, "param_groups": own_groups})
         if not isinstance(optimizer, TiledOptimizer):
-            core = core_of(made)
-            core.handed_out.adopt(optimizer.state, core)
+            members = core_of(made).members
+            members.handed_out.adopt(optimizer.state, members)
     for tensor, entries in outside.items():
         made.state[tensor] = entries
     if isinstance(optimizer, TiledOptimizer):
@@ -246,7 +246,7 @@ def _check_states(optimizer: torch.optim.Optimizer, kind: Any, offload: Offload 
     except ValueError as error:
         raise ValueError(f"states {states.value} {error}") from None
     if isinstance(optimizer, TiledOptimizer):
-        theirs = core_of(optimizer).offload
+        theirs = core_of(optimizer).members.offload
         if theirs.state_format is StateFormat.FP32:
             return
         seed = 0 if offload is None else offload.states_seed

@@ -245,7 +245,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
 
 def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer, and discard gradients that another loop has left (law 2)."""
-    records = core_of(optimizer).records
+    records = core_of(optimizer).members.records
     # Buckets are filled in this order. Another order on some rank, such as that of set(model.parameters()), would add
     # up gradients of different parameters.
     order = {
@@ -273,7 +273,7 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
 
         def look_again() -> None:
             if (alive := made()) is not None:
-                core_of(alive).source.look_again()
+                core_of(alive).members.source.look_again()
 
         sharded.when_gathered(look_again)
 

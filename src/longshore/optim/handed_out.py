@@ -93,40 +93,40 @@ def numbers_of(record: ParameterRecord) -> dict[str, float]:
     return {"step": float(record.history.step), **dict(record.history.scalars)}
 
 
-def read_state(record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
+def read_state(record: ParameterRecord, name: str, members: StateOwner) -> Tensor:
     """Return a state, flat: float32, on the CPU."""
     numbers = numbers_of(record)
     if name in numbers:
         return torch.tensor([numbers[name]], dtype=torch.float32, device="cpu")
-    return core.store.states.read(record.index, name)
+    return members.store.states.read(record.index, name)
 
 
-def differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> bool:
+def differs(record: ParameterRecord, name: str, values: Tensor, members: StateOwner) -> bool:
     if name in numbers_of(record):
-        return not torch.equal(values.view(torch.int32), read_state(record, name, core).view(torch.int32))
-    return core.store.states.differs(record.index, name, values)
+        return not torch.equal(values.view(torch.int32), read_state(record, name, members).view(torch.int32))
+    return members.store.states.differs(record.index, name, values)
 
 
-def write_edits(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
+def write_edits(record: ParameterRecord, state: dict[str, Any], members: StateOwner) -> None:
     state |= checked_state(record, {key: state[key] for key in state.keys() & numbers_of(record)})
     # Before the first step, a master alone is meant; one in a whole state came from another parameter.
-    meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, core))
+    meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, members))
     master = state[MASTER] if meant else None
     if master is not None and record.held.numel() != master.numel():
         raise ParameterError(
             f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
             "parameter: use longshore.utils.safe_set_full_fp32_param()"
         )
-    write_state(record, core, state)
+    write_state(record, members, state)
     if master is not None:
         record.publish_values(master)  # the master is the parameter with more digits: whoever edits it means both
 
 
-def _written(record: ParameterRecord, core: StateOwner) -> bool:
+def _written(record: ParameterRecord, members: StateOwner) -> bool:
     """Return whether the parameter was written, which then counts (law 10)."""
-    if not record.changed or not record.has_state or not core.store.alone:  # ranks have to decide alike
+    if not record.changed or not record.has_state or not members.store.alone:  # ranks have to decide alike
         return record.changed
-    return record.has_master and core.store.states.count_differing(record.index, record.values()) > 0
+    return record.has_master and members.store.states.count_differing(record.index, record.values()) > 0
 
 
 class HandedOut:
@@ -165,25 +165,25 @@ class HandedOut:
         if entries:
             self.entries.setdefault(id(record.parameter), {}).update(entries)
 
-    def place(self, core: StateOwner) -> None:
+    def place(self, members: StateOwner) -> None:
         """Give the parameters that were put into the groups the states that were set for them before."""
-        for key in [key for key in self.unplaced if key in core.by_id]:
+        for key in [key for key in self.unplaced if key in members.by_id]:
             parameter, state = self.unplaced.pop(key)
-            StateMap(core)[parameter] = state
+            StateMap(members)[parameter] = state
 
-    def adopt(self, state: Mapping[Any, Any], core: StateOwner) -> None:
+    def adopt(self, state: Mapping[Any, Any], members: StateOwner) -> None:
         """Watch the tensors of another optimizer whose state, which was loaded, is this one's now: scripts may have
         them."""
         # What torch's Adagrad keeps of frozen parameters, from its constructor on, was not loaded.
-        for record in [each for each in core.records if each.has_state]:
+        for record in [each for each in members.records if each.has_state]:
             for name, value in state.get(record.parameter, {}).items():
                 if name in record.family.entries and is_plain(value, record, single=name in numbers_of(record)):
                     self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(value.detach(), value)
 
-    def came(self, records: Iterable[ParameterRecord], core: StateOwner) -> None:
+    def came(self, records: Iterable[ParameterRecord], members: StateOwner) -> None:
         """Note which of these parameters, stepped for the first time, have a state now, behind those that had one."""
         for record in records:
-            if len(ParameterState(record, core)) > 0:
+            if len(ParameterState(record, members)) > 0:
                 self.touched.setdefault(id(record.parameter), True)
 
     def forget(self, record: ParameterRecord) -> None:
@@ -191,19 +191,19 @@ class HandedOut:
         for kept in (self.copies, self.assigned, self.entries, self.touched):
             kept.pop(id(record.parameter), None)
 
-    def hand_out(self, record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
+    def hand_out(self, record: ParameterRecord, name: str, members: StateOwner) -> Tensor:
         """Return a copy of a state: float32, on the CPU, of the parameter's shape (numbers: 0-dim)."""
-        core.store.states.check_usable()
+        members.store.states.check_usable()
         record.check()
         copy = self.copies.get(id(record.parameter), {}).get(name)
         if copy is None:
-            self._make_room(record, core)
-            values = read_state(record, name, core)
+            self._make_room(record, members)
+            values = read_state(record, name, members)
             memory = values if name in numbers_of(record) else in_order_of(record.kept.detach(), values)
         else:
             if copy.checksum is not None:
                 copy.check_unedited(record, name)
-                copy.update(read_state(record, name, core))
+                copy.update(read_state(record, name, members))
                 copy.checksum = None
             handed = copy.handed()
             if handed is not None:
@@ -216,15 +216,15 @@ class HandedOut:
         self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(memory.detach(), handed)
         return handed
 
-    def _make_room(self, record: ParameterRecord, core: StateOwner) -> None:
+    def _make_room(self, record: ParameterRecord, members: StateOwner) -> None:
         self._new_bytes += 4 * record.kept.numel() + 1024
         if self._new_bytes > self._most_bytes:
-            self.write_back(core)
+            self.write_back(members)
             held = [copy for copies in self.copies.values() for copy in copies.values()]
             self._new_bytes = sum(copy.memory.nbytes + 1024 for copy in held)
             self._most_bytes = max(_LEAST_BYTES, 2 * self._new_bytes)
 
-    def write_back(self, core: StateOwner) -> None:
+    def write_back(self, members: StateOwner) -> None:
         """Write all edits to the state buffers, and forget the copies that are not in use any more.
 
         Raises:
@@ -232,37 +232,37 @@ class HandedOut:
             ParameterError: a copy was edited that a step had left behind.
         """
         for key in list(self.assigned):
-            record, assigned = core.by_id[key], self.assigned[key]
-            write_edits(record, checked_state(record, assigned), core)
+            record, assigned = members.by_id[key], self.assigned[key]
+            write_edits(record, checked_state(record, assigned), members)
             del self.assigned[key]
             for name, value in assigned.items():
                 if is_plain(value, record) and name not in numbers_of(record):
                     # As in torch, the tensor is the state now.
                     self.copies.setdefault(key, {})[name] = StateCopy(value.detach(), value)
         for key in list(self.copies):
-            record, copies = core.by_id[key], self.copies[key]
+            record, copies = members.by_id[key], self.copies[key]
             for name, copy in list(copies.items()):
                 if copy.checksum is not None:
                     copy.check_unedited(record, name)
-                elif differs(record, name, copy.values, core):
-                    write_edits(record, {name: copy.values}, core)
+                elif differs(record, name, copy.values, members):
+                    write_edits(record, {name: copy.values}, members)
                 if not copy.in_use:
                     del copies[name]
             if not copies:
                 del self.copies[key]
 
-    def follow(self, core: StateOwner, changed: Collection[int]) -> None:
+    def follow(self, members: StateOwner, changed: Collection[int]) -> None:
         """Bring copies up to date after the states of the parameters with these indices changed: a step of torch's
         changes the tensors that users have."""
         for key, copies in self.copies.items():
-            record = core.by_id[key]
+            record = members.by_id[key]
             for name, copy in list(copies.items()) if record.index in changed else ():
                 if not copy.in_use:
                     del copies[name]  # it would be handed out again, with the values before the step
                 elif copy.checksum is not None:
                     continue
-                elif name in numbers_of(record) or core.store.alone:
-                    copy.update(read_state(record, name, core))
+                elif name in numbers_of(record) or members.store.alone:
+                    copy.update(read_state(record, name, members))
                 else:
                     copy.checksum = copy.compute_checksum()
 
@@ -277,9 +277,10 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
 
     # The dictionary of the base class stays empty: it is a base for isinstance() alone.
 
-    def __init__(self, record: ParameterRecord, core: StateOwner) -> None:
+    def __init__(self, record: ParameterRecord, members: StateOwner) -> None:
         self._record = record
-        self._core = core
+        self._members = members
+        self._handed_out: HandedOut = members.handed_out
         self._left: dict[str, Any] | None = None
         """All entries, once they were taken out of the optimizer's state."""
 
@@ -295,8 +296,8 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
 
     def _set(self) -> dict[str, Any]:
         """Return the entries that users have set."""
-        handed_out, key = self._core.handed_out, id(self._record.parameter)
-        return {**handed_out.assigned.get(key, {}), **handed_out.entries.get(key, {})}
+        key = id(self._record.parameter)
+        return {**self._handed_out.assigned.get(key, {}), **self._handed_out.entries.get(key, {})}
 
     def __getitem__(self, key: str) -> Any:
         entries = self._set() if self._left is None else self._left
@@ -304,13 +305,13 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
             return entries[key]
         if key not in self._names():
             raise KeyError(key)
-        return self._core.handed_out.hand_out(self._record, key, self._core)
+        return self._handed_out.hand_out(self._record, key, self._members)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if self._left is not None:
             self._left[key] = value
             return
-        handed_out, record = self._core.handed_out, self._record
+        handed_out, record = self._handed_out, self._record
         if key not in record.family.entries:
             checked_state(record, {key: value})  # not a state of another optimizer
             handed_out.keep(record, {key: value})
@@ -326,7 +327,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
         if self._left is not None:
             del self._left[key]
             return
-        handed_out, identity = self._core.handed_out, id(self._record.parameter)
+        handed_out, identity = self._handed_out, id(self._record.parameter)
         found = [kept for kept in (handed_out.entries, handed_out.assigned) if key in kept.get(identity, ())]
         for kept in found:
             del kept[identity][key]
@@ -342,7 +343,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
 
     def clear(self) -> None:
         if self._left is None:
-            clear_state(self._record, self._core)
+            clear_state(self._record, self._members)
         else:
             self._left.clear()
 
@@ -385,61 +386,62 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
 class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[reportGeneralTypeIssues]
     """Mapping from the parameters that were stepped or loaded to their state, and from other keys that users set."""
 
-    def __init__(self, core: StateOwner) -> None:
-        self._core = core
+    def __init__(self, members: StateOwner) -> None:
+        self._members = members
+        self._handed_out: HandedOut = members.handed_out
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
-        record = self._core.by_id.get(id(parameter))
+        record = self._members.by_id.get(id(parameter))
         if record is None:
             raise KeyError("not a parameter of this optimizer")
         return record
 
     def _held(self, key: Any) -> Any:
         """Return a key, in place of a parameter that was sharded the one that replaced it."""
-        return present(key) if isinstance(key, Tensor) and id(key) not in self._core.by_id else key
+        return present(key) if isinstance(key, Tensor) and id(key) not in self._members.by_id else key
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, Tensor):
-            return self._core.handed_out.others.setdefault(key, {})  # torch's is a defaultdict
+            return self._handed_out.others.setdefault(key, {})  # torch's is a defaultdict
         key = self._held(key)
-        states = self._core.handed_out.states
+        states = self._handed_out.states
         found = states.get(id(key))
         if found is None:
-            if id(key) not in self._core.by_id and not self._core.empty:
-                self._core.members()  # takes up parameters that were put into the groups
-            if id(key) in self._core.handed_out.unplaced:
-                return self._core.handed_out.unplaced[id(key)][1]
-            found = states[id(key)] = ParameterState(self._record(key), self._core)
-        if id(key) not in self._core.handed_out.touched:
+            if id(key) not in self._members.by_id and not self._members.empty:
+                self._members.indices()  # takes up parameters that were put into the groups
+            if id(key) in self._handed_out.unplaced:
+                return self._handed_out.unplaced[id(key)][1]
+            found = states[id(key)] = ParameterState(self._record(key), self._members)
+        if id(key) not in self._handed_out.touched:
             self._note_order()  # of those that have a state before this one is asked for
-            self._core.handed_out.touched[id(key)] = True
+            self._handed_out.touched[id(key)] = True
         return found
 
     def _note_order(self) -> None:
-        touched = self._core.handed_out.touched
-        for record in self._core.records:
+        touched = self._handed_out.touched
+        for record in self._members.records:
             if id(record.parameter) not in touched and record.parameter in self:
                 touched[id(record.parameter)] = True
 
     def __setitem__(self, key: Any, state: Any) -> None:
         if not isinstance(key, Tensor):
-            self._core.handed_out.others[key] = state
+            self._handed_out.others[key] = state
             return
         key = self._held(key)
-        if id(key) not in self._core.by_id:
+        if id(key) not in self._members.by_id:
             # Scripts that replace a parameter set its state before or after they put it into its group.
-            self._core.handed_out.unplaced[id(key)] = key, dict(state)
-            if not self._core.empty:
-                self._core.members()
+            self._handed_out.unplaced[id(key)] = key, dict(state)
+            if not self._members.empty:
+                self._members.indices()
             return
         record, entries = self._record(key), dict(state)
         self.pop(key, None)
-        self._core.handed_out.states[id(key)] = found = ParameterState(record, self._core)
+        self._handed_out.states[id(key)] = found = ParameterState(record, self._members)
         found.update(entries)
-        self._core.handed_out.write_back(self._core)
+        self._handed_out.write_back(self._members)
 
     def __delitem__(self, key: Any) -> None:
-        handed_out = self._core.handed_out
+        handed_out = self._handed_out
         if not isinstance(key, Tensor):
             del handed_out.others[key]
             return
@@ -452,26 +454,26 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         found = handed_out.states.pop(id(key), None)
         if found is not None:
             found.leave()
-        clear_state(record, self._core)
+        clear_state(record, self._members)
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
-            return key in self._core.handed_out.others
+            return key in self._handed_out.others
         key = self._held(key)
-        record = self._core.by_id.get(id(key))
-        if id(key) in self._core.handed_out.unplaced:
+        record = self._members.by_id.get(id(key))
+        if id(key) in self._handed_out.unplaced:
             return True
-        touched = id(key) in self._core.handed_out.touched
-        return record is not None and (touched or len(ParameterState(record, self._core)) > 0)
+        touched = id(key) in self._handed_out.touched
+        return record is not None and (touched or len(ParameterState(record, self._members)) > 0)
 
     def __iter__(self) -> Iterator[Any]:
         self._note_order()
-        among, by_id = self._core.handed_out.saved, self._core.by_id
-        records = [by_id[key] for key in self._core.handed_out.touched if key in by_id]
+        among, by_id = self._handed_out.saved, self._members.by_id
+        records = [by_id[key] for key in self._handed_out.touched if key in by_id]
         yield from [record.parameter for record in records if among is None or record.index in among]
         if among is None:
-            yield from [parameter for parameter, _ in self._core.handed_out.unplaced.values()]
-        yield from list(self._core.handed_out.others)
+            yield from [parameter for parameter, _ in self._handed_out.unplaced.values()]
+        yield from list(self._handed_out.others)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

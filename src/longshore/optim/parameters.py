@@ -16,6 +16,7 @@ from longshore.kernels import SUPPORTED_DTYPES
 from longshore.layout.tiles import MatrixLayout, Spec
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.shards import flat, former_of, held_part, is_sharded
+from longshore.store import Store
 
 if TYPE_CHECKING:
     from longshore.optim.offload import Offload
@@ -189,6 +190,11 @@ class ParameterRecord:
         """The parameter as a store lays it out."""
         matrix = None if self.matrices is None else self.matrices.whole(self.index)
         return Spec(self.index, self.kept.numel(), self.dtype, self.coding, matrix)
+
+    def fill_initial(self, store: Store) -> None:
+        """Fill the states that are not zero before the first step."""
+        for name, value in self.family.initial(self.history).items():
+            store.states.write(self.index, name, torch.full((1,), value).expand(self.kept.numel()))
 
     def values(self) -> Tensor:
         """Return the elements that this process has, flat (see :func:`flat`)."""

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from longshore.interrupts import deferred_interrupts
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, states_of_all_rules
 from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat, is_sharded, part_of
-from longshore.optim.wrapped_names import counterparts
+from longshore.optim.shards import counterparts, flat, is_sharded, part_of
 from longshore.store import Store
 from longshore.tiles import MASTER
 
 
 class StateOwner(Protocol):
-    """The parts of an ``OptimizerCore`` with which states are read and written."""
+    """The parts of ``Members`` with which states are read and written."""
 
     family: RuleFamily
     by_id: dict[int, ParameterRecord]
+    parameters: dict[int, Tensor]
     handed_out: Any  # HandedOut
 
     @property
@@ -37,9 +39,11 @@ class StateOwner(Protocol):
     @property
     def source(self) -> GradientSource: ...
 
+    def records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]: ...
+
     def have_states(self, store: Store, names: Collection[str]) -> None: ...
 
-    def members(self) -> set[int]: ...
+    def indices(self) -> set[int]: ...
 
 
 def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,29 +116,23 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def fill_initial(record: ParameterRecord, store: Store) -> None:
-    """Fill the states of a parameter that are not zero before its first step."""
-    for name, value in record.family.initial(record.history).items():
-        store.states.write(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
-
-
 def _is_initial(state: Mapping[str, Any], family: RuleFamily) -> bool:
     """Return whether the arrays of a state are those before the first step."""
     initial = family.initial(History())
     return all(bool((state[name] == initial.get(name, 0.0)).all()) for name in state.keys() & set(family.states))
 
 
-def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, Any]) -> None:
+def write_state(record: ParameterRecord, members: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
-    store, family = core.store, record.family
-    core.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
+    store, family = members.store, record.family
+    members.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
     if not state.keys() & family.entries:
         return
     if record.index not in store.ownership:
-        core.source.watch([record])
+        members.source.watch([record])
     arrays = state.keys() & {*family.states, MASTER}
-    core.have_states(store, arrays)
-    fill_initial(record, store)  # those that are not given stay as they are
+    members.have_states(store, arrays)
+    record.fill_initial(store)  # those that are not given stay as they are
     for key in arrays:
         store.states.write(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history
@@ -152,17 +150,70 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
         record.published = None  # compare with the parameter before the next step
 
 
-def clear_state(record: ParameterRecord, core: StateOwner) -> None:
+def clear_state(record: ParameterRecord, members: StateOwner) -> None:
     """Reset a parameter's state to that before its first step; its master will be read from the parameter again.
 
     As in torch, tensors that were handed out are then no longer part of the state.
     """
-    core.handed_out.forget(record)
+    members.handed_out.forget(record)
     # Clear it even if no step was completed: a step that failed half way wrote here too.
-    core.store.states.clear(record.index)
+    members.store.states.clear(record.index)
     record.history = History()
     record.has_state = record.has_master = False
     record.published = None
+
+
+def begin_load(members: StateOwner) -> None:
+    """Prepare to write a whole state, which replaces a broken one."""
+    if not members.empty and members.store.tiles.broken is not None:
+        members.store.states.begin_load()  # a broken step loses its window; otherwise the window goes on, as in torch
+
+
+class Loading:
+    """A ``state_dict`` that an optimizer loads: checked as a whole in a hook, then written.
+
+    Args:
+        members: the optimizer's.
+    """
+
+    def __init__(self, members: StateOwner) -> None:
+        self._members = members
+        self._states: dict[int, dict[str, Any]] = {}
+        self._others: dict[Any, Any] = {}
+
+    def take(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the ``state_dict`` without its states, which are kept here; a pre-hook of ``load_state_dict``.
+
+        Raises:
+            ValueError: it does not fit; nothing was changed.
+        """
+        members, groups = self._members, optimizer.param_groups
+        records = [record for group in groups for record in members.records_of(group)]
+        self._states = loadable_state(state_dict, groups, optimizer.defaults, records, members.family)
+        # torch.distributed.checkpoint names parameters by strings, in their groups too: those are not the user's own.
+        named = {key for group in state_dict["param_groups"] for key in group["params"]}
+        self._others = {k: v for k, v in state_dict["state"].items() if not (isinstance(k, int) or k in named)}
+        return {**state_dict, "state": {}}
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write the states after the block, in which the optimizer gets its groups. If that fails half way, the state
+        is broken until one is loaded."""
+        members, whole = self._members, False
+        try:
+            begin_load(members)
+            with deferred_interrupts():
+                yield
+                for record in members.records:
+                    clear_state(record, members)
+                    write_state(record, members, self._states.get(record.index, {}))
+                members.handed_out.touched = {id(members.parameters[index]): True for index in self._states}
+                members.handed_out.others, members.handed_out.unplaced = self._others, {}
+                whole = True
+        except BaseException as failure:
+            if not whole:
+                members.store.states.load_failed(f"load_state_dict ended half way: {type(failure).__name__} {failure}")
+            raise
 
 
 def loadable_state(

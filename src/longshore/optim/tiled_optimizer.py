@@ -20,6 +20,7 @@ from longshore.layout.formats import StateFormat
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
+from longshore.optim.members import Members
 from longshore.optim.offload import Offload
 from longshore.optim.other_optimizers import (
     check_group_words,
@@ -30,10 +31,10 @@ from longshore.optim.other_optimizers import (
 )
 from longshore.optim.parameters import group_members, names_of
 from longshore.optim.shards import over_ranks, present
-from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
+from longshore.optim.state import Loading, checked_state, merged_group, write_state
 from longshore.ranks import on_made
 from longshore.store import Store
-from longshore.tiles import Ended, SpeculationRecord
+from longshore.tiles import Ended, SpeculationRecord, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,10 +43,10 @@ OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
 """Every :class:`RuleOptimizer` that was defined, by the name of its class."""
 
 
-def _remove_hooks(reference: weakref.ref[OptimizerCore]) -> None:
-    core = reference()
-    if core is not None and core._source is not None:
-        core._source.remove_hooks()
+def _remove_hooks(reference: weakref.ref[Members]) -> None:
+    members = reference()
+    if members is not None and members._source is not None:
+        members._source.remove_hooks()
 
 
 class TiledOptimizer(torch.optim.Optimizer):
@@ -67,19 +68,19 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._make_core(family, offload, bool(release_gradients))
         family.check_group(defaults)
         super().__init__(params, defaults)
-        self._core.end_building()
+        self._core.members.end_building()
         for each in on_made:
             each()
 
     def _make_core(self, family: RuleFamily, offload: Offload, release_gradients: bool) -> None:
         me = weakref.proxy(self)  # it is alive whenever its core is used
-        self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
+        members = Members(lambda: me.param_groups, family, offload, release_gradients, Window())
+        self._core = OptimizerCore(members)
         self._named_by_us = False  # an engine sets this; torch checks what users name
-        self._loading: dict[int, dict[str, Any]] | None = None
-        self._others: dict[Any, Any] = {}
-        # A state that somebody keeps has the core; the parameters are free of hooks nevertheless. The core is not kept
-        # here: after a step that failed half way it has the error, with frames that have this optimizer.
-        weakref.finalize(self, _remove_hooks, weakref.ref(self._core)).atexit = False
+        self._loading: Loading | None = None
+        # A state that somebody keeps has the members; the parameters are free of hooks nevertheless. They are not kept
+        # here: after a step that failed half way they have the error, with frames that have this optimizer.
+        weakref.finalize(self, _remove_hooks, weakref.ref(members)).atexit = False
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -95,12 +96,12 @@ class TiledOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         group["params"] = list(map(present, group["params"]))  # scripts may have those that shards replaced
         try:
-            self._core.family.check_group(group)
-            self._core.register(group, len(self.param_groups) - 1)
+            self._core.members.family.check_group(group)
+            self._core.members.register(group, len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._core.handed_out.place(self._core)
+        self._core.members.handed_out.place(self._core.members)
 
     # -- the step -------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1:
             raise ValueError(f"expect_backwards takes a number of backwards, at least 1, not {backwards!r}")
-        self._core.store.expect_backwards(backwards)
+        self._core.members.store.expect_backwards(backwards)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -157,7 +158,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         if set_to_none:
             with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch's
                 self._core.zero_grad()
-        elif self._core.release_gradients:
+        elif self._core.members.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
                 "the device; use zero_grad()"
@@ -173,10 +174,10 @@ class TiledOptimizer(torch.optim.Optimizer):
 
         Squares are added in float64 and the root is rounded once.
         """
-        core, gradients = self._core, self._core.window_gradients()
-        scale = core.window.scale(core.source.fingerprint)
-        shards = {record.index: record.parameter for record in core.records if record.keeps_shard}
-        return _gradient_norm(core.store, gradients, scale, shards)
+        members, gradients = self._core.members, self._core.window_gradients()
+        scale = self._core.window.scale(members.source.fingerprint)
+        shards = {record.index: record.parameter for record in members.records if record.keeps_shard}
+        return _gradient_norm(members.store, gradients, scale, shards)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -198,7 +199,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
             )
-        self._core.window.clip(norm, float(max_norm), self._core.source.fingerprint())
+        self._core.window.clip(norm, float(max_norm), self._core.members.source.fingerprint())
         return norm
 
     def set_loss_scale(self, loss_scale: float, *, is_dynamic: bool = False, overflowed: bool = False) -> None:
@@ -236,7 +237,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler asks this before it skips its own check for infinities; without gradients it would do so silently.
-        if self._core.release_gradients:
+        if self._core.members.release_gradients:
             raise ValueError(
                 "torch.amp.GradScaler cannot see gradients that release_gradients=True moved to the host; "
                 "use release_gradients=False with a GradScaler"
@@ -258,15 +259,16 @@ class TiledOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Mapping from parameters to their states, named as in torch (and ``master``), looked up at each access."""
-        if not self._core.empty:
-            _ = self._core.source  # takes up parameters that replaced all former ones
-        return StateMap(self._core)
+        members = self._core.members
+        if not members.empty:
+            _ = members.source  # takes up parameters that replaced all former ones
+        return StateMap(members)
 
     @state.setter
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
-        if self._core._source is None:  # the base class sets this before it has parameters
+        if self._core.members._source is None:  # the base class sets this before it has parameters
             return
         state = self.state
         state.clear()
@@ -276,8 +278,9 @@ class TiledOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does: its tensors are those of :attr:`state`, float32 on the CPU. The state of
         parameters that are out of the groups is left out, where torch's ends with a KeyError."""
-        self._core.take_edits()
-        with self._core.handed_out.saving(None if self._core.empty else self._core.members()):
+        members = self._core.members
+        members.handed_out.write_back(members)
+        with members.handed_out.saving(None if members.empty else members.indices()):
             found = super().state_dict()
         found["state"] = {key: dict(each) if isinstance(each, dict) else each for key, each in found["state"].items()}
         return found
@@ -294,23 +297,13 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         # The base class would cast every tensor to the parameter's dtype, so it gets the groups only, from a hook that
         # runs after all of the user's.
-        handle = self.register_load_state_dict_pre_hook(TiledOptimizer._take_state)
+        self._loading = Loading(self._core.members)
+        handle = self.register_load_state_dict_pre_hook(self._loading.take)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
-
-    @staticmethod
-    def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert isinstance(optimizer, TiledOptimizer)
-        core, groups = optimizer._core, optimizer.param_groups
-        records = [record for group in groups for record in core.records_of(group)]
-        optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
-        # torch.distributed.checkpoint names parameters by strings, in their groups too: those are not the user's own.
-        named = {key for group in state_dict["param_groups"] for key in group["params"]}
-        optimizer._others = {k: v for k, v in state_dict["state"].items() if not (isinstance(k, int) or k in named)}
-        return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_core" not in vars(self):  # a copy, or unpickled
@@ -318,16 +311,11 @@ class TiledOptimizer(torch.optim.Optimizer):
             return
         if self._loading is None:
             raise TypeError("a longshore optimizer takes a state with load_state_dict()")
-        with self._core.loading() as core:
+        with self._loading.writing():
             self.param_groups = [
-                merged_group(group, mine, self.defaults, core.family)
+                merged_group(group, mine, self.defaults, self._core.members.family)
                 for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
             ]
-            for record in core.records:
-                clear_state(record, core)
-                write_state(record, core, self._loading.get(record.index, {}))
-            core.handed_out.touched = {id(core.parameters[index]): True for index in self._loading}
-            core.handed_out.others, core.handed_out.unplaced = self._others, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for ``copy.deepcopy`` and ``pickle``: all but gradients and hooks, as with torch's.
@@ -337,16 +325,15 @@ class TiledOptimizer(torch.optim.Optimizer):
             LongshoreError: the gradients of this window were clipped and not stepped yet.
             BrokenStateError: a step failed half way.
         """
-        core = self._core
-        if not core.offload.alone:
+        members, window = self._core.members, self._core.window
+        if not members.offload.alone:
             raise TypeError(
                 "the optimizer of an engine cannot be copied or pickled: its state is spread over ranks, which have to "
                 "act together. Use engine.save_checkpoint(), or copy its state_dict()"
             )
-        window = core.window
-        if core._source is not None:
-            core.store.states.check_usable()
-            if window.scale(core.source.fingerprint) != window.unclipped:
+        if members._source is not None:
+            members.store.states.check_usable()
+            if window.scale(members.source.fingerprint) != window.unclipped:
                 raise LongshoreError(
                     "optimizer.clip_grad_norm_() has clipped the gradients of this window, which are not copied: copy "
                     "or pickle the optimizer after step() or zero_grad()"
@@ -355,29 +342,29 @@ class TiledOptimizer(torch.optim.Optimizer):
             "defaults": self.defaults,
             "state": {key: dict(each) if isinstance(key, Tensor) else each for key, each in self.state.items()},
             "param_groups": self.param_groups,
-            "names": names_of(self.param_groups, core.by_id),
-            "family": core.family,
-            "offload": core.offload,
-            "release_gradients": core.release_gradients,
+            "names": names_of(self.param_groups, members.by_id),
+            "family": members.family,
+            "offload": members.offload,
+            "release_gradients": members.release_gradients,
             "loss_scale": window.loss_scale,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._make_core(state["family"], state["offload"], state["release_gradients"])
-        core = self._core
+        members = self._core.members
         super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
         for place, group in enumerate(self.param_groups):
-            core.register(group, place)
+            members.register(group, place)
         for parameter, name in state.get("names", ()):  # a parameter keeps its name when it is moved
-            core.by_id[id(parameter)].rename(name, core.offload)
-        core.end_building()
-        core.window.loss_scale = state["loss_scale"]
+            members.by_id[id(parameter)].rename(name, members.offload)
+        members.end_building()
+        self._core.window.loss_scale = state["loss_scale"]
         for key, entries in state["state"].items():
-            if record := core.by_id.get(id(key)):
-                write_state(record, core, checked_state(record, entries))
+            if record := members.by_id.get(id(key)):
+                write_state(record, members, checked_state(record, entries))
             else:  # a key of the user's, or a parameter that was taken out of its group
                 self.state[key] = entries
-        core.handed_out.touched = {id(key): True for key in state["state"] if id(key) in core.by_id}
+        members.handed_out.touched = {id(key): True for key in state["state"] if id(key) in members.by_id}
 
     def __copy__(self) -> TiledOptimizer:
         raise TypeError("copy.copy would give two optimizers one state, which only one would step: use copy.deepcopy")
@@ -393,29 +380,29 @@ class TiledOptimizer(torch.optim.Optimizer):
         With ``Offload(detect_writes=False)`` this is needed after writes that torch cannot see (``p.data.copy_``, NumPy
         views, custom kernels), before the next step.
         """
-        core = self._core
-        core.take_edits()
-        for record in core.records:
+        members = self._core.members
+        members.handed_out.write_back(members)
+        for record in members.records:
             if record.has_master:
                 record.check()
-                core.store.states.adopt(record.index, record.values(), keep_matching=True)
+                members.store.states.adopt(record.index, record.values(), keep_matching=True)
                 record.mark_published()
-        core.handed_out.follow(core, core.parameters)
+        members.handed_out.follow(members, members.parameters)
 
     @property
     def speculation(self) -> SpeculationRecord | None:
         """Record of steps ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
-        return self._core.store.tiles.tier.speculator.record
+        return self._core.members.store.tiles.tier.speculator.record
 
     def host_bytes(self) -> dict[str, int]:
         """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``
         (of windows with several backwards), ``spares`` (for steps ahead), and ``staging`` (through which gradients and
         new parameters pass in the default mode)."""
-        return self._core.store.tiles.host_bytes()
+        return self._core.members.store.tiles.host_bytes()
 
     def close(self) -> None:
         """Wait for work under way, remove the hooks, and end the threads."""
-        self._core.close()
+        self._core.members.close()
 
 
 def core_of(optimizer: TiledOptimizer) -> OptimizerCore:
@@ -498,7 +485,7 @@ class RuleOptimizer(TiledOptimizer):
         options = self.rules.group_options(arguments)
         family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
-        states = self._core.offload.state_format
+        states = self._core.members.offload.state_format
         if states is not StateFormat.FP32 and not any(map(family.states_of, self.param_groups)):
             warnings.warn(
                 f"{type(self).__name__} has no states with these options, so that states={states.value!r} changes "

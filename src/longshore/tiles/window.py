@@ -177,6 +177,11 @@ class Window:
         """Whether other ranks have to know that the window ended, if this rank discards it."""
         return self.failed or self.refused or self.interrupted
 
+    @property
+    def gradients_arrived(self) -> int:
+        """Number of gradients that hooks took in this window."""
+        return sum(self.arrived.values())
+
     # -- the factor of its gradients ------------------------------------------
 
     def clip(self, norm: Tensor, max_norm: float, measured: Fingerprint) -> None:

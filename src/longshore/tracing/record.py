@@ -240,9 +240,9 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         LongshoreError: the optimizer is being traced already.
     """
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
-    if any(isinstance(each, EventRecorder) for each in core_of(optimizer).store.tiles.recorders):
+    if any(isinstance(each, EventRecorder) for each in core_of(optimizer).members.store.tiles.recorders):
         raise LongshoreError("this optimizer is being traced already; end the other block of longshore.trace first")
-    clock, streams = core_of(optimizer).store.tiles.streams.clock(), _streams_of(optimizer)
+    clock, streams = core_of(optimizer).members.store.tiles.streams.clock(), _streams_of(optimizer)
     if clock is None and streams:
         clock = DeviceClock(streams[0].device)
     recorder = EventRecorder(clock)
@@ -259,14 +259,14 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         _record(optimizer, recorder, False)
         for hook in hooks:
             hook.remove()
-        speculation = core_of(optimizer).store.tiles.tier.speculator.record
+        speculation = core_of(optimizer).members.store.tiles.tier.speculator.record
         result.events = tuple(in_order(recorder.close()))
         result._spares = 0 if speculation is None else speculation.spares
 
 
 def _record(optimizer: TiledOptimizer, recorder: Recorder, begin: bool) -> None:
     """Connect ``recorder`` to the current store of an optimizer, or disconnect it; the store may change in between."""
-    store = core_of(optimizer).store
+    store = core_of(optimizer).members.store
     for each, recorders in (
         (store, store.tiles.recorders),
         *((each, each.recorders) for each in _streams_of(optimizer)),

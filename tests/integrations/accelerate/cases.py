@@ -113,7 +113,7 @@ def on_fsdp2(mine: str, clip: float | None) -> None:
         weights, optimizer = loop(mine, fsdp2_accelerator(), clip=clip)
         inner: Any = optimizer.optimizer
         # State is of the shards, and nothing of the whole parameters is left.
-        kept = sum(record.kept.numel() for record in inner._core.records)
+        kept = sum(record.kept.numel() for record in inner._core.members.records)
         assert kept == sum(each.numel() for each in weights.values()) // dist.get_world_size()
         assert inner.host_bytes()["state"] < 13 * kept + 4096
         if mine == "kept":
