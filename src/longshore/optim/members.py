@@ -287,8 +287,8 @@ class Members:
         return not known or (moved and not self.window.arrived)
 
     def _lay_out_anew(self) -> None:
-        """Lay out the parameters that are in the groups now: Accelerate makes the optimizer first, then shards the
-        model with FSDP2, and others move or convert the model then. If this raises, nothing was changed."""
+        """Lay out the parameters that are in the groups now: scripts and frameworks make the optimizer first, and then
+        move, convert or shard (FSDP2) the model. If this raises, nothing was changed."""
         fresh = Members(self.groups, self.family, self.offload, self.release_gradients, self.window)
         for place, group in enumerate(self.groups()):
             fresh.register(group, place)

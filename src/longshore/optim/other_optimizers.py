@@ -38,7 +38,7 @@ _HERE = {
     "cautious_factor": "the cautious update is not supported: leave it out",
     # apex
     "adam_w_mode": "longshore.AdamW is what apex calls True, longshore.Adam is False: leave it out",
-    # transformers
+    # trainers of language models
     "correct_bias": "that is bias_correction here",
 }
 

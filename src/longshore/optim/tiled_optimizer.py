@@ -222,7 +222,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """Factor by which losses are multiplied; 1.0 without loss scaling."""
         return self._core.window.loss_scale
 
-    cur_scale = loss_scale  # DeepSpeed's optimizers have both names
+    cur_scale = loss_scale  # other engines' optimizers have both names
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -118,7 +118,7 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the name of an argument of a block of transformers to which the block writes; None: there is none."""
+    """Return the name of an argument of a language model's block to which the block writes; None: there is none."""
     named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
     for name, value in named.items():
         by_name = ("cache" in name or "past" in name) and not isinstance(value, (bool, Tensor, type(None)))

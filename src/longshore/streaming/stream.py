@@ -102,7 +102,7 @@ class Stream:
         for module in self._modules:
             block = blocks[id(owners.get(id(module), model))]
             watched = [self._streamed[id(each)] for each in module.parameters()]
-            # transformers' generate() asks where the parameters are, and puts inputs there, before it calls the model.
+            # A language model's generate() asks where the parameters are, and puts inputs there, before it calls it.
             for method in ("forward", *(["generate"] if callable(getattr(module, "generate", None)) else [])):
                 again = checkpoint is not False and method == "forward" and id(module) in outer
                 made = StreamedMethod(self, module, block, names[id(module)], method, watched if again else None)

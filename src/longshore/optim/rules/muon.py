@@ -535,7 +535,7 @@ def _embeddings_and_heads(model: nn.Module) -> set[int]:
     # Names with a number are of blocks, in which BERT, for one, has modules called output.
     named = ((name.split("."), module) for name, module in model.named_modules())
     found += [module for path, module in named if path[-1] in _HEADS and not any(map(str.isdigit, path))]
-    output = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # of language models
     found += [output] if isinstance(output, nn.Module) else []
     return {id(parameter) for module in found for parameter in module.parameters()}
 
