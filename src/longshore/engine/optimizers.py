@@ -112,13 +112,13 @@ def converted(
             for group in saved["param_groups"]
         ]
         made.load_state_dict({**saved, "param_groups": own_groups})
-        if not isinstance(optimizer, TiledOptimizer):
-            members = core_of(made).members
-            members.handed_out.adopt(optimizer.state, members)
     for tensor, entries in outside.items():
         made.state[tensor] = entries
     if isinstance(optimizer, TiledOptimizer):
         optimizer.close()
+    elif saved["state"]:
+        members = core_of(made).members
+        members.handed_out.adopt(optimizer.state, members)
     return made
 
 
@@ -129,12 +129,12 @@ def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[An
     state = optimizer.state
     outside = {key: state[key] for key in [*state] if isinstance(key, torch.Tensor) and id(key) not in members}
     hooks = {name: vars(optimizer)[name] for name in _HOOKS}
-    everything = {} if isinstance(optimizer, TiledOptimizer) else dict(state)
+    own = isinstance(optimizer, TiledOptimizer)  # which leaves them out
+    everything = {} if own else dict(state)
     try:
         vars(optimizer).update((name, OrderedDict()) for name in _HOOKS)
-        if not isinstance(optimizer, TiledOptimizer):  # ours leaves them out
-            for key in outside:
-                del state[key]
+        for key in () if own else outside:
+            del state[key]
         return optimizer.state_dict(), outside
     finally:
         vars(optimizer).update(hooks)

@@ -137,8 +137,8 @@ class OptimizerCore:
         if handed_out.copies:
             handed_out.follow(members, steps.keys())
         groups = members.groups()
-        if self._repeated is None or not self._repeated.describes(groups):
-            self._repeated = repeated_step(members.family, source, groups, map(members.records_of, groups))
+        if not (members.release_gradients or (self._repeated is not None and self._repeated.describes(groups))):
+            self._repeated = repeated_step(members.family, store, groups, map(members.records_of, groups))
 
     def _stepped_again(self) -> bool:
         """Step with :class:`RepeatedStep`, and return whether that was possible."""

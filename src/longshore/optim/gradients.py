@@ -16,6 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -42,6 +43,9 @@ from longshore.optim.shards import check_not_wrapped, flat, gradient_part, is_su
 from longshore.store import Store
 from longshore.tiles import GRADIENT, Ended, Fingerprint, Seen
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _SOURCES: weakref.WeakSet[ReleasedGradients] = weakref.WeakSet()
 _NUMBERS = itertools.count()
 
@@ -58,7 +62,7 @@ class GradientSource(ABC):
         self.store = store
         self.members = members
         self.records: dict[int, ParameterRecord] = {}
-        self.replaced_by: GradientSource | None = None
+        self.replaced_by: Self | None = None
         """Source of the same optimizer after parameters were moved or converted before the first step."""
         self.added_to: dict[int, weakref.ref[Tensor]] = {}
         """What scripts had put into ``.grad`` where a backward added to it before the sum was taken to the host."""
@@ -451,7 +455,7 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
             alive.check_first_backward()  # before anything is taken: a wrapper's own error would name neither
         if alive._taken is None:
             alive._takes(index)
-        if alive.replaced_by is not None and isinstance(alive.replaced_by, ReleasedGradients):
+        if alive.replaced_by is not None:
             parameter, alive = alive.records[index].parameter, alive.replaced_by
             index = next(each.index for each in alive.records.values() if each.parameter is parameter)
         if not alive._given_up or not alive.gave_up(index):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from longshore.kernels import Rule, Scale
 from longshore.optim.family import History, RuleFamily
-from longshore.optim.gradients import GradientSource, KeptGradients
 from longshore.optim.parameters import ParameterRecord
+from longshore.store import Store
 from longshore.tiles import RepeatedCommit, Tiles
 
 Groups = Sequence[Mapping[str, Any]]
@@ -145,11 +145,11 @@ class RepeatedStep:
 
 
 def repeated_step(
-    family: RuleFamily, source: GradientSource, groups: Groups, records: Iterable[Sequence[ParameterRecord]]
+    family: RuleFamily, store: Store, groups: Groups, records: Iterable[Sequence[ParameterRecord]]
 ) -> RepeatedStep | None:
-    """Return the repeated step of these groups; None where gradients or parameters are copied."""
-    store, members = source.store, [*records]
+    """Return the repeated step of groups whose gradients are in ``.grad``; None where anything is copied."""
+    members = [*records]
     sharded = any(record.keeps_shard for group in members for record in group)
-    if not isinstance(source, KeptGradients) or not store.alone or sharded:
+    if not store.alone or sharded:
         return None
     return RepeatedStep(family, store.tiles, groups, members) if RepeatedCommit.possible(store.tiles) else None

@@ -170,11 +170,7 @@ def begin_load(members: StateOwner) -> None:
 
 
 class Loading:
-    """A ``state_dict`` that an optimizer loads: checked as a whole in a hook, then written.
-
-    Args:
-        members: the optimizer's.
-    """
+    """A ``state_dict`` that the optimizer of ``members`` loads: checked as a whole in a hook, then written."""
 
     def __init__(self, members: StateOwner) -> None:
         self._members = members
