@@ -12,7 +12,7 @@ SANITIZERS := address,undefined thread
 PARALLEL := -n 3 --dist worksteal
 QUICK := not medium and not slow
 
-.PHONY: setup demo simulated-device test test-device test-commit test-medium test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
+.PHONY: setup demo simulated-device unit test test-device test-medium test-medium-sample test-slow test-slow-sample test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-versions test-aarch64 test-model replay replay-record bench docs docs-version wheel release lint clean
 
 setup: $(SETUP)
 
@@ -27,6 +27,11 @@ demo: $(SETUP) $(SIMULATED)
 	$(BIN)/longshore demo
 	PYTHONPATH=tests $(BIN)/python -m simulated_device.demo
 
+# Layout, passes, copies, tiles and the window, without a process of ranks: a minute and a half.
+unit: $(SETUP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" tests/layout tests/transfer tests/tiles tests/store \
+		tests/kernels/test_reference.py tests/kernels/test_reference_rules.py tests/kernels/test_formats.py
+
 test: $(SETUP) test-device
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)"
 
@@ -40,16 +45,15 @@ test-device: $(SETUP) $(SIMULATED)
 # Tests that take seconds, and more rows of most tables.
 MEDIUM := medium and not slow
 test-medium: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "$(MEDIUM)"
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(MEDIUM)" $(ON_DEVICE)
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(MEDIUM)" $(ROWS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and $(MEDIUM)" $(ON_DEVICE) $(ROWS)
 
-# What CI runs: those of make test, and a quarter of those of make test-medium, other ones for each commit; all of them
-# where the tests of a file are, or a file is, that one of the last five commits touched.
+# What CI runs of them: a quarter of each test's rows, other ones for each commit; all of the tests in a file, or of a
+# source file, that the commit touched.
 COMMIT := $$(git rev-parse HEAD)
-QUARTER := --share 0.25 --share-of $(COMMIT) --whole "$$(git log -5 --format= --name-only --diff-filter=AM | tr '\n' ' ')"
-test-commit: $(SETUP) $(SIMULATED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(QUARTER)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(simulated or gpu) and not slow" $(ON_DEVICE) $(QUARTER)
+CHANGED := $$(git log -1 --format= --name-only --diff-filter=AM | tr '\n' ' ')
+test-medium-sample: ROWS = --share 0.25 --share-of $(COMMIT) --whole "$(CHANGED)"
+test-medium-sample: test-medium
 
 # It compiles in about two minutes of one core.
 simulated-device: $(SIMULATED)

@@ -329,10 +329,7 @@ def test_workflows_call_what_exists(path: Path) -> None:
 def test_ci_there_runs_what_ci_here_does_or_the_whole_of_a_sample() -> None:
     here = set(re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
     there = set(re.findall(r"run: make ([a-z-]+)", (ROOT / ".github" / "workflows" / "checks.yml").read_text()))
-    samples = {f"{whole}-sample" for whole in there}
-    if {"test", "test-medium"} <= there:
-        samples.add("test-commit")  # the first, and a share of the second
-    assert here <= there | samples
+    assert here <= there | {f"{whole}-sample" for whole in there}
 
 
 @pytest.mark.parametrize("path", [each for each in FORMS if each.name != "config.yml"], ids=lambda path: path.name)

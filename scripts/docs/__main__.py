@@ -11,15 +11,15 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 1 where something was out of date and was only checked."""
     stale = []
     for name, content in GENERATED.items():
-        path, new = DOCS / name, content()
+        path, new = (DOCS / name).resolve(), content()
         if path.exists() and path.read_text() == new:
             continue
-        stale.append(name)
+        stale.append(path.relative_to(DOCS.parent))
         if arguments != ["--check"]:
             path.parent.mkdir(exist_ok=True)
             path.write_text(new)
     for name in stale:
-        print(f"docs/{name}: {'run python -m scripts.docs' if arguments == ['--check'] else 'written'}")
+        print(f"{name}: {'run python -m scripts.docs' if arguments == ['--check'] else 'written'}")
     return int(bool(stale) and arguments == ["--check"])
 
 

@@ -1,4 +1,4 @@
-"""Every file of docs/ that is generated, with what it is now."""
+"""Every file of docs/ that is generated, and that of tests/, with what it is now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.docs import config_page, errors_page, keys_page, pictures, streaming_table, tile_table, versions_table
+from scripts.docs import (
+    config_page,
+    errors_page,
+    keys_page,
+    pictures,
+    streaming_table,
+    tests_page,
+    tile_table,
+    versions_table,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,6 +40,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "pictures/stages.svg": pictures.stages,
     "pictures/tile_states.svg": pictures.tile_states,
     "stability.md": lambda: versions_table.filled((DOCS / "stability.md").read_text()),
+    "../tests/README.md": tests_page.page,
     "streaming.md": lambda: streaming_table.filled((DOCS / "streaming.md").read_text()),
 }
 """By name in docs/; a function that gives its content."""

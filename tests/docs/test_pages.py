@@ -17,7 +17,7 @@ from longshore.compat.config.table import TABLE
 from longshore.engine.config import Config
 from longshore.tiles import events as tile_events
 from longshore.tiles.tile import TileEvent
-from scripts.docs import advice, config_page, errors_page, tile_table
+from scripts.docs import advice, config_page, errors_page, tests_page, tile_table
 from scripts.docs.__main__ import main
 from scripts.docs.generated import DOCS, GENERATED
 from scripts.docs.messages import SOURCE, Message, messages, messages_of
@@ -39,6 +39,14 @@ def test_the_command_says_what_is_out_of_date(
     assert main(["--check"]) == 1
     assert "docs/pictures/stages.svg" in capsys.readouterr().out
     assert (DOCS / "pictures/stages.svg").read_text() == before
+
+
+def test_every_source_file_has_tests() -> None:
+    found = tests_page.tests_of()
+    assert [file for file, tests in found.items() if not any(tests)] == []
+    assert tests_page.THROUGH.keys() <= found.keys()
+    named = {name for names in tests_page.THROUGH.values() for name in names}
+    assert [name for name in named if not (tests_page.TESTS / name).exists()] == []
 
 
 # -- errors -------------------------------------------------------------------
