@@ -309,15 +309,15 @@ def stepped_again_on_one_rank(stage: int, refused: bool) -> list[str]:
     engine = make_engine(stage)
     (group,) = engine.optimizer.param_groups
     rate = group["lr"]
-    handed_out = engine.optimizer._core.members.handed_out
-    write_back = handed_out.write_back
+    members = engine.optimizer._core.members
+    name_states = members.name_states
     if not refused:
         group["lr"] = rate * (1 + rank)
     elif rank == 0:
-        handed_out.write_back = _raise
+        members.name_states = lambda store: _raise()
     backward(engine, 7, rank)
     said = [raised_by(engine.step)]
-    group["lr"], handed_out.write_back = rate, write_back
+    group["lr"], members.name_states = rate, name_states
     if rank == 1:
         said.append(raised_by(engine.step))
     engine.zero_grad()
