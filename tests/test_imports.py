@@ -284,7 +284,8 @@ def test_importing_longshore_is_light() -> None:
     assert "torch" in loaded
     assert not loaded & HEAVY
     # Dynamo takes as long as torch. torch imports it with the first optimizer; commands that make none do without.
-    assert "torch._dynamo" not in modules_after("longshore.Engine; import longshore.plan.planner")
+    planning = "longshore.Engine; import longshore.plan.planner, longshore.plan.reading"
+    assert "torch._dynamo" not in modules_after(planning)
 
 
 def test_the_command_line_shows_help_without_torch() -> None:

@@ -194,7 +194,6 @@ if TYPE_CHECKING:
     from longshore.store.rounds import ReductionSettings as ReductionSettings
     from longshore.store.rounds import add_up as add_up
     from longshore.streaming import streams_of as streams_of
-    from longshore.streaming.checks import module_that_cannot as module_that_cannot
     from longshore.tiles import MASTER as MASTER
     from longshore.tiles import Ranges as Ranges
     from longshore.tiles import Recorder as Recorder
@@ -229,6 +228,7 @@ if TYPE_CHECKING:
     from longshore.transfer import Copy as Copy
     from longshore.transfer import FinishedCopy as FinishedCopy
     from longshore.units import WrapPolicy as WrapPolicy
+    from longshore.units import module_that_cannot as module_that_cannot
     from longshore.units import units_of as units_of
     from longshore.units import units_with_leaves as units_with_leaves
 
@@ -295,7 +295,6 @@ HOMES = {
     "longshore.store.ownership": "DEVICE_GATHER_NUMEL GATHER_NUMEL slices",
     "longshore.store.rounds": "DEVICE_SLICE_NUMEL ReductionSettings SLICE_NUMEL add_up",
     "longshore.streaming": "streams_of",
-    "longshore.streaming.checks": "module_that_cannot",
     "longshore.tiles": "MASTER Ranges Recorder events",
     "longshore.tiles.events": "ADD ARRIVE COPY_TO_HOST DISCARD DROPPED FETCH KEPT MEASURE Move NORM PUBLISH REDONE "
     "Row SCHEDULE STEP_AHEAD STEP_IN_PLACE TRANSFORM Track WAIT Which commit_moves",
@@ -304,7 +303,7 @@ HOMES = {
     "longshore.tiles.speculation": "speculation_budget",
     "longshore.torch_versions": "require",
     "longshore.transfer": "Copy FinishedCopy",
-    "longshore.units": "WrapPolicy units_of units_with_leaves",
+    "longshore.units": "WrapPolicy module_that_cannot units_of units_with_leaves",
 }
 
 if not TYPE_CHECKING:

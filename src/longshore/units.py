@@ -70,6 +70,16 @@ def units_with_leaves(model: nn.Module, policy: WrapPolicy, leaves: Iterable[nn.
     return units_of(model, lambda _, module: id(module) in chosen)
 
 
+def module_that_cannot(model: nn.Module) -> str | None:
+    """Return why a model cannot be streamed, if that is because of the kind of one of its modules."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            return (
+                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed"
+            )
+    return None
+
+
 def _users(module: nn.Module) -> Counter[int]:
     """Count the modules that own each parameter directly, by the parameter's ``id``."""
     return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))

@@ -159,7 +159,7 @@ def write_while_gradients_travel(stage: int) -> int:
     weight = model.second.weight
     place = [id(parameter) for parameter in model.parameters()].index(id(weight))
     store = engine.optimizer._core.members.store
-    void, kept = store.tiles._void, 0
+    void, kept = store.states.ranges._void, 0
 
     def slowly(parameter: int) -> None:
         """The worst moment: passes end after they were voided, and before the buffer is written."""

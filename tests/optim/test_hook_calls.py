@@ -66,7 +66,7 @@ def test_calls_of_a_hook(accumulate: Any) -> None:
         optimizer.zero_grad()
         if window >= 2:
             most = [max(most[0], counted[0]), max(most[1], *counted[1:3])]
-        if most[0] > 0.8 * first and most[1] > 0.7 * later:
+        if most[0] > 0.8 * first and most[1] > 0.65 * later:
             break
     assert 0.8 * first < most[0] <= first
-    assert 0.7 * later < most[1] <= later
+    assert 0.65 * later < most[1] <= later

@@ -488,8 +488,8 @@ def test_ctrl_c_at_any_write_waits_until_the_state_is_whole(monkeypatch: pytest.
     saved = saving.state_dict()
     optimizer = longshore.AdamW(other.parameters())
     train(other, optimizer, range(1))
-    store, calls = optimizer._core.members.store, iter(range(10**6))
-    writes = {name: getattr(store, name) for name in ("write_state", "clear_state")}
+    store, calls = optimizer._core.members.store.states, iter(range(10**6))
+    writes = {name: getattr(store, name) for name in ("write", "clear")}
 
     def interrupting(at: int, times: int, name: str) -> Any:
         def write(*arguments: Any) -> None:

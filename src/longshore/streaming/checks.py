@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError, ParameterError
 from longshore.machine import available_bytes
+from longshore.units import module_that_cannot
 
 Checkpoint = Literal[False, True, "cpu"]
 """Whether blocks are computed again in backward, and where their inputs are kept."""
@@ -47,16 +48,6 @@ def check_fits(model: nn.Module, device: torch.device, contents: Sequence[Sequen
             f"the largest block has {format_byte_size(largest)}, and {format_byte_size(available)} of host memory are "
             "available to move it to pinned memory: free memory, or choose smaller blocks"
         )
-
-
-def module_that_cannot(model: nn.Module) -> str | None:
-    """Return why a model cannot be streamed, if that is because of the kind of one of its modules."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            return (
-                f"{type(module).__name__} keeps its parameters in a list of its own, in which they cannot be streamed"
-            )
-    return None
 
 
 def check_parameters(model: nn.Module) -> None:
