@@ -253,7 +253,7 @@ def test_only_rooms_of_ranks_name_torch_distributed() -> None:
     below = [file for file in FILES if LEVEL_OF.get(room_of(file), 0) < LEVEL_OF["stage3"] and room_of(file) != "ranks"]
     found = broken_by(named, below)
     # What a parameter is, where it is a DTensor.
-    assert all(name.startswith("torch.distributed.tensor") for name in found.pop("optim/shards.py"))
+    assert all(name.startswith("torch.distributed.tensor") for name in found.pop("optim/dtensor.py"))
     assert found == {}
 
 

@@ -161,6 +161,10 @@ if TYPE_CHECKING:
     from longshore.machine.binding import binding_wanted as binding_wanted
     from longshore.machine.binding import plan_ranks as plan_ranks
     from longshore.machine.binding import unbound as unbound
+    from longshore.optim.dtensor import counterparts as counterparts
+    from longshore.optim.dtensor import held_part as held_part
+    from longshore.optim.dtensor import is_sharded as is_sharded
+    from longshore.optim.dtensor import present as present
     from longshore.optim.other_optimizers import IN_PLACE_OF as IN_PLACE_OF
     from longshore.optim.other_optimizers import check_no_own_step as check_no_own_step
     from longshore.optim.other_optimizers import is_accelerates_mapping as is_accelerates_mapping
@@ -170,10 +174,6 @@ if TYPE_CHECKING:
     from longshore.optim.rules.adam import AdamRule as AdamRule
     from longshore.optim.rules.muon import MuonFamily as MuonFamily
     from longshore.optim.rules.muon import MuonRule as MuonRule
-    from longshore.optim.shards import counterparts as counterparts
-    from longshore.optim.shards import held_part as held_part
-    from longshore.optim.shards import is_sharded as is_sharded
-    from longshore.optim.shards import present as present
     from longshore.optim.tiled_optimizer import OPTIMIZERS as OPTIMIZERS
     from longshore.optim.tiled_optimizer import TiledOptimizer as TiledOptimizer
     from longshore.optim.tiled_optimizer import core_of as core_of
@@ -285,7 +285,7 @@ HOMES = {
     "longshore.optim.parameters": "is_lazy",
     "longshore.optim.rules.adam": "AdamRule",
     "longshore.optim.rules.muon": "MuonFamily MuonRule",
-    "longshore.optim.shards": "counterparts held_part is_sharded present",
+    "longshore.optim.dtensor": "counterparts held_part is_sharded present",
     "longshore.optim.tiled_optimizer": "OPTIMIZERS TiledOptimizer core_of",
     "longshore.ranks.presence": "presence words",
     "longshore.ranks.twin_groups": "twin_of",

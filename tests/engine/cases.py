@@ -15,7 +15,7 @@ import longshore
 from engine.scenarios import MUON, SCENARIOS, Oracle, Scenario, drive, groups_of, make_model, norm_of, width_for
 from longshore.accelerator import current_stream_is
 from longshore.kernels import HostRule, Scale
-from longshore.optim.shards import held_part
+from longshore.optim.dtensor import held_part
 from longshore.tiles import Forecast
 from longshore.tiles.speculation import Predictor
 

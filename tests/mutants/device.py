@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     _mutant(
         "a collective that waits for a rank that ended is not ended",
-        "DeviceCollectives.end_the_hopeless",
+        "DeviceCollectives.abort_stalled",
         "abort(group, each.device)",
         "pass",
         f"{KILLED}[2-False]",
@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward goes on with parameters that were not gathered",
-        "DeviceCollectives.end_the_hopeless",
+        "DeviceCollectives.abort_stalled",
         "_raise_in(each.thread, error)",
         "pass",
         f"{KILLED}[3-True]",
@@ -320,14 +320,14 @@ MUTANTS = [
     ),
     _mutant(
         "a step copies indices to the device each time",
-        "Adoption._rows",
+        "WriteDetector._rows",
         "if self._last_rows is None or self._last_rows[0] != indices or self._last_rows[1].device != device:",
         "if True:",
         COUNTED,
     ),
     _mutant(
         "indices stay on the device although others are stepped",
-        "Adoption._rows",
+        "WriteDetector._rows",
         "if self._last_rows is None or self._last_rows[0] != indices or self._last_rows[1].device != device:",
         "if self._last_rows is None:",
         f"{OPTIM}::test_writes_that_torch_cannot_see",
@@ -503,7 +503,7 @@ MUTANTS = [
     _mutant(
         "the memory of a block that is given up is kept",
         "StreamedParameter.drop",
-        "self.twin.data = nowhere(self.twin, self._lanes.device)",
+        "self.twin.data = unbacked(self.twin, self._lanes.device)",
         "pass",
         STREAM,
     ),

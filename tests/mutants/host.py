@@ -203,13 +203,13 @@ MUTANTS = [
     Mutant(
         "any number of bytes waits for others",
         "Waiting.limit",
-        "while self._parcels and (self._parcels[0].begun or self._bytes >= self._most_bytes):",
-        "while self._parcels and self._parcels[0].begun:",
+        "while self._coalesced and (self._coalesced[0].begun or self._bytes >= self._most_bytes):",
+        "while self._coalesced and self._coalesced[0].begun:",
         (ARRIVALS,),
     ),
     Mutant(
-        "a gradient is added to a parcel that is on its way",
-        "Parcel.add",
+        "a gradient is added to a coalesced copy that is on its way",
+        "CoalescedCopy.add",
         "if self._copies is not None:\n    return False",
         "",
         (ARRIVALS,),
@@ -217,14 +217,14 @@ MUTANTS = [
     Mutant(
         "a window begins with what waited in the last one",
         "Tile.end_window",
-        "self.parcel = None",
+        "self.coalesced = None",
         "",
         (ARRIVALS,),
     ),
     Mutant(
         "what waits for others is not sent before the norm",
         "Tier.drain",
-        "if tile.parcel is not None:\n    tile.parcel.begin()",
+        "if tile.coalesced is not None:\n    tile.coalesced.begin()",
         "pass",
         (ARRIVALS,),
     ),
@@ -251,7 +251,7 @@ MUTANTS = [
     ),
     Mutant(
         "a copy that could not start is forgotten",
-        "Parcel.begin",
+        "CoalescedCopy.begin",
         "if self._failure is not None:\n    raise copy.copy(self._failure) from self._failure.__cause__",
         "",
         (ARRIVALS,),

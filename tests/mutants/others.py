@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "a state_dict counts as unchanged whatever hooks put into it",
         "unchanged",
-        "found.keys() == handed_out.keys()",
+        "found.keys() == user_state.keys()",
         "True",
         (f"{LIGHTNING_CHECKPOINTS}::test_a_state_dict_that_hooks_changed_is_seen",),
     ),
@@ -137,7 +137,7 @@ MUTANTS = [
     # -- optimizer.state ------------------------------------------------------
     Mutant(
         "edits of states that were handed out are not written back",
-        "HandedOut.write_back",
+        "UserState.write_back",
         "elif differs(record, name, copy.values, members):",
         "elif False:",
         ("tests/optim/test_edited_state.py",),
@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         "copies that were handed out do not follow a step",
         "OptimizerCore.step",
-        "handed_out.follow(members, steps.keys())",
+        "user_state.follow(members, steps.keys())",
         "pass",
         ("tests/optim/test_edited_state.py",),
     ),
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant(
         "states that go to another parameter are lost",
         "Members._take_up",
-        "self.handed_out.place(self)",
+        "self.user_state.place(self)",
         "",
         ("tests/optim/test_laid_out_anew.py",),
     ),
@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "states of tensors that are in no group stay when another state is loaded",
         "Loading.writing",
-        "members.handed_out.others, members.handed_out.unplaced = (self._others, {})",
-        "members.handed_out.others = self._others",
+        "members.user_state.others, members.user_state.unplaced = (self._others, {})",
+        "members.user_state.others = self._others",
         ("tests/optim/test_copies.py",),
     ),
     Mutant(

@@ -409,7 +409,7 @@ MUTANTS = [
     ),
     Mutant(
         "an agreement outlives its step",
-        "OptimizerCore.one_agreement",
+        "OptimizerCore.cached_agreement",
         "self._agreed = None",
         "pass",
         ("tests/engine/test_windows.py::test_one_rank_without_a_gradient",),

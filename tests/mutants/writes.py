@@ -67,14 +67,14 @@ MUTANTS = [
     ),
     Mutant(
         "a write found by its checksum is adopted whole",
-        "Adoption.adopt",
+        "WriteDetector.adopt",
         "store.states.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)",
         "store.states.adopt(record.index, steps[record.index].target, keep_matching=False)",
         (UNSEEN_WRITES,),
     ),
     Mutant(
         "checksums are not compared",
-        "Adoption._written",
+        "WriteDetector._written",
         "return unknown + [record for record, wrote in zip(known, differs.tolist(), strict=True) if wrote]",
         "return unknown + [record for record, wrote in zip(known, differs.tolist(), strict=True) if wrote and False]",
         (UNSEEN_WRITES,),
@@ -88,19 +88,19 @@ MUTANTS = [
         "        records[index].publish(step.target, histories[index])\n"
         "    for index in steps:\n"
         "        records[index].mark_published()\n"
-        "    self._adoption.published(store, records, steps)",
-        "self._adoption.published(store, records, steps)\n"
+        "    self._writes.published(store, records, steps)",
+        "self._writes.published(store, records, steps)\n"
         "def published() -> None:\n"
         "    first = [records[index] for index in steps if not records[index].has_state]\n"
         "    for index, step in steps.items():\n"
         "        records[index].publish(step.target, histories[index])\n"
         "        records[index].mark_published()\n"
-        "    self._adoption._identities.update((index, records[index].published) for index in steps)",
+        "    self._writes._identities.update((index, records[index].published) for index in steps)",
         (UNSEEN_WRITES,),
     ),
     Mutant(
         "a checksum outlives the values that it is of",
-        "Adoption._written",
+        "WriteDetector._written",
         "(known if self._identities.get(record.index) is record.published else unknown).append(record)",
         "(known if record.index in self._identities else unknown).append(record)",
         (UNSEEN_WRITES,),
@@ -136,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter that became expanded is stepped",
-        "Adoption.adopt",
+        "WriteDetector.adopt",
         "check_parameter(record.parameter, record.name, record.device, shards=True)",
         "pass",
         (RELEASED,),

@@ -247,7 +247,7 @@ def test_loading_ends_the_watch_as_in_torch() -> None:
 
 def test_copies_that_nobody_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading every state in turn takes no more memory than a few of them."""
-    monkeypatch.setattr("longshore.optim.handed_out._LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr("longshore.optim.user_state._LEAST_BYTES", 1 << 20)
     parameters = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(20)]
     optimizer = longshore.SGD(parameters, lr=0.1, momentum=0.9)
     for parameter in parameters:
@@ -256,12 +256,12 @@ def test_copies_that_nobody_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     most = 0
     for state in optimizer.state.values():
         state["momentum_buffer"].mul_(0.5)
-        copies = optimizer._core.members.handed_out.copies
+        copies = optimizer._core.members.user_state.copies
         most = max(most, sum(copy.values.nbytes for each in copies.values() for copy in each.values()))
     assert most <= 6 * parameters[0].numel() * 4
     assert all(state["momentum_buffer"].eq(0.5).all() for state in optimizer.state.values())
     optimizer.step()
-    assert not optimizer._core.members.handed_out.copies
+    assert not optimizer._core.members.user_state.copies
 
 
 def test_a_state_is_a_dictionary() -> None:

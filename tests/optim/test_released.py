@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import longshore
 from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
-from longshore.optim.released import ReleasedGradient
+from longshore.optim.grad_placeholder import ReleasedGradient
 
 
 def released(model: nn.Module, seed: int = 0, **options: object) -> longshore.AdamW:

@@ -341,7 +341,7 @@ def test_a_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     models = twins()
     optimizer = longshore.AdamW(models[1].parameters(), lr=1e-2, offload=simulated())
     calls = []
-    monkeypatch.setattr("longshore.optim.adoption.checksums_on", lambda device: lambda values: recorded(values))
+    monkeypatch.setattr("longshore.optim.external_writes.checksums_on", lambda device: lambda values: recorded(values))
 
     def recorded(values: list[Tensor]) -> Tensor:
         calls.append(len(values))

@@ -207,7 +207,7 @@ def test_small_gradients_wait_for_what_still_reads_their_slot(train: Any, copies
     for index in (0, 1):
         training.arrive(index, gradients[index][0])
     assert copies == [2]
-    (copy,) = tile.parcel.begin()
+    (copy,) = tile.coalesced.begin()
     assert not copy._finished.wait(0.1)
     gate.over.set()
     training.commit(gradients)
@@ -248,7 +248,7 @@ def test_a_window_that_is_discarded_takes_what_waits_along(train: Any, copies: l
     training = train(SimulatedTransfer(0, 0.001), numels=NUMELS, tile_numel=60)
     training.arrive(0, training.gradient(0))
     training.discard()
-    assert all(tile.parcel is None for tile in training.store.tiles)  # nothing keeps its gradients
+    assert all(tile.coalesced is None for tile in training.store.tiles)  # nothing keeps its gradients
     training.window({0: 1, 2: 1, 3: 1})
     training.check()
 

@@ -585,9 +585,9 @@ def test_a_copy_that_fails_on_its_way(train) -> None:
     training = train(SimulatedTransfer(1), numels=(30,), tile_numel=100)
     (tile,) = training.store.tiles
     training.store.arrive(0, training.gradient(0))
-    parcel = tile.parcel
-    assert parcel is not None and parcel is tile.segments[0].handle
-    (handle,) = parcel.begin()
+    coalesced = tile.coalesced
+    assert coalesced is not None and coalesced is tile.segments[0].handle
+    (handle,) = coalesced.begin()
     handle.wait()
     handle._failure = RuntimeError("lost on the way")  # type: ignore[attr-defined]
     for _ in range(2):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longshore.checkpoint.boxes import SavedBoxes, WantedBoxes
 from longshore.errors import CheckpointError
 from longshore.layout.boxes import Box, boxes_of_range
-from longshore.optim.shards import counterparts, flat, held_part, is_sharded, unwrapped
+from longshore.optim.dtensor import counterparts, flat, held_part, is_sharded, unwrapped
 
 MODEL = "model"
 """First part of the names of the model's tensors in a checkpoint, and the model's key among the shared values."""

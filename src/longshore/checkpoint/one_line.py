@@ -21,8 +21,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError, NoCheckpointError, RankError
+from longshore.optim.dtensor import data_parallel_wrappers, is_sharded
 from longshore.optim.other_optimizers import stands_for
-from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.ranks.twin_groups import twin_of
 

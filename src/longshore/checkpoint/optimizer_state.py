@@ -139,8 +139,8 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Return everything but the arrays, as nested values."""
-        handed_out = self._members.handed_out
-        handed_out.write_back(self._members)
+        user_state = self._members.user_state
+        user_state.write_back(self._members)
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
@@ -155,12 +155,12 @@ class OptimizerState:
                 "arrays": _arrays_of(record),
                 "published": not record.changed,
                 **format_entry(record),
-                "entries": dict(handed_out.entries.get(id(record.parameter), {})),
+                "entries": dict(user_state.entries.get(id(record.parameter), {})),
             }
             for name, record in self.records.items()
-            if record.has_state or _arrays_of(record) or id(record.parameter) in handed_out.entries
+            if record.has_state or _arrays_of(record) or id(record.parameter) in user_state.entries
         }
-        about = {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
+        about = {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(user_state.others)}
         if self._states_seed is not None:
             about[STATES_SEED] = self._states_seed
         return {**about, _MATRICES_ON: device} if (device := self._matrices_on()) else about
@@ -307,7 +307,7 @@ class OptimizerState:
         begin_load(members)
         for record in members.records:
             clear_state(record, members)
-        members.handed_out.unplaced = {}
+        members.user_state.unplaced = {}
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
@@ -337,8 +337,8 @@ class OptimizerState:
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
         """Restore everything but the arrays, once these are loaded."""
-        handed_out = self._members.handed_out
-        handed_out.others = dict(about.get("others", {}))
+        user_state = self._members.user_state
+        user_state.others = dict(about.get("others", {}))
         if (device := about.get(_MATRICES_ON)) and (own := self._matrices_on()) and device != own:
             warnings.warn(
                 f"the checkpoint is of a run whose matrices were made orthogonal on {device}, and here it is on {own}: "
@@ -350,7 +350,7 @@ class OptimizerState:
             if entry is None:
                 continue
             record = self.records[name]
-            handed_out.keep(record, as_parameter(entry.get("entries", {}), record.parameter))
+            user_state.keep(record, as_parameter(entry.get("entries", {}), record.parameter))
             arrays = frozenset(entry["arrays"])
             scalars = tuple((key, entry["scalars"].get(key, 0.0)) for key in record.family.scalars)
             record.history = History(entry["step"], arrays - {MASTER}, scalars)

@@ -34,7 +34,7 @@ from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file, report_arithmetic
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
-from longshore.optim.shards import counterparts, is_sharded
+from longshore.optim.dtensor import counterparts, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
 Held = Mapping[str, Any]

@@ -20,12 +20,12 @@ from longshore.engine.creation import FirstBlock, send, unplaced
 from longshore.errors import ParameterError, RankError
 from longshore.kernels.reference import adopted
 from longshore.optim.core import OptimizerCore
+from longshore.optim.dtensor import flat, held_part, is_sharded, like, present
+from longshore.optim.grad_placeholder import is_released
 from longshore.optim.gradients import released_gradient
-from longshore.optim.handed_out import StateMap
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.released import is_released
-from longshore.optim.shards import flat, held_part, is_sharded, like, present
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
+from longshore.optim.user_state import StateMap
 from longshore.ranks.waiting import gather_from_all
 from longshore.tiles import GRADIENT, MASTER
 
@@ -69,7 +69,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
             f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
             "write to it like to any tensor, with modifier_rank, or call this outside of the block"
         )
-    members.handed_out.write_back(members)
+    members.user_state.write_back(members)
     with torch.no_grad():
         part = store.ownership.held(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
@@ -80,7 +80,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         store.states.write(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
-        members.handed_out.follow(members, {record.index})
+        members.user_state.follow(members, {record.index})
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:

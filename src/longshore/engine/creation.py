@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from longshore.accelerator import accelerator_type
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
-from longshore.optim.shards import checksum
+from longshore.optim.dtensor import checksum
 from longshore.ranks.waiting import finish, gather_from_all
 
 

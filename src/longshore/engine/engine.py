@@ -25,7 +25,7 @@ from longshore.engine.precision import DTYPES, cast, make_loss_scale
 from longshore.engine.ranks import Ranks
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.interrupts import deferred_interrupts
-from longshore.optim.released import refuse_compiled_autograd
+from longshore.optim.grad_placeholder import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store import Store
 from longshore.tiles import Ended
@@ -242,7 +242,7 @@ class Engine(EngineAttributes):
         steps = counted.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
         counted.has_raw(window.gradients_arrived)  # from a loss.backward() before this call
-        core_of(self.optimizer).members.source.look_again()
+        core_of(self.optimizer).members.source.hook_unfrozen()
         self._store.begin_backward(self._synchronize, counted.next_is_last())
         failure: GradientError | None = None
         try:
@@ -305,7 +305,7 @@ class Engine(EngineAttributes):
         self._stepping = True
         with contextlib.ExitStack() as together:
             try:
-                with self._timing("step"), core.one_agreement() as gradients:
+                with self._timing("step"), core.cached_agreement() as gradients:
                     if counted.boundary is None and counted.backwards == 0 and not gradients:
                         counted.not_due()  # no rank had a backward, not even a loss.backward()
                         return

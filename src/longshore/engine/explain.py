@@ -16,9 +16,9 @@ from longshore.engine.binding import Binding
 from longshore.engine.config.model import Config
 from longshore.engine.ranks import Ranks
 from longshore.layout.formats import BLOCK_NUMEL, EIGHT_BIT_LEAST_NUMEL, StateFormat
+from longshore.optim.dtensor import held_part
+from longshore.optim.grad_placeholder import is_released
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.released import is_released
-from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.sharded import ShardedStore
 from longshore.tiles import SpeculationRecord, Tiles

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from longshore.engine.config.model import Config
 from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
+from longshore.optim.dtensor import is_sharded, replace_by_shards
 from longshore.optim.parameters import has_hooks
-from longshore.optim.shards import is_sharded, replace_by_shards
 from longshore.torch_versions import require
 from longshore.units import WrapPolicy, units_with_leaves
 

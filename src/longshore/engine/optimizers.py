@@ -118,7 +118,7 @@ def converted(
         optimizer.close()
     elif saved["state"]:
         members = core_of(made).members
-        members.handed_out.adopt(optimizer.state, members)
+        members.user_state.adopt(optimizer.state, members)
     return made
 
 

@@ -40,7 +40,7 @@ from longshore.engine.sharded_offload import ShardedOffload
 from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
 from longshore.optim import Offload
-from longshore.optim.released import put_gradient
+from longshore.optim.grad_placeholder import put_gradient
 from longshore.optim.tiled_optimizer import TiledOptimizer, core_of
 from longshore.store.rounds import ReductionSettings
 from longshore.tiles import memory_for_speculation
@@ -271,11 +271,11 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
     if sharded is not None:
         made = weakref.ref(optimizer)  # the model has this hook until the engine is closed, and must not keep it
 
-        def look_again() -> None:
+        def hook_unfrozen() -> None:
             if (alive := made()) is not None:
-                core_of(alive).members.source.look_again()
+                core_of(alive).members.source.hook_unfrozen()
 
-        sharded.when_gathered(look_again)
+        sharded.when_gathered(hook_unfrozen)
 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:

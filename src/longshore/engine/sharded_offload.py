@@ -11,8 +11,8 @@ from torch import Tensor
 
 from longshore.layout.formats import Coding
 from longshore.layout.layout import Layout, division_of
+from longshore.optim.dtensor import flat, held_part
 from longshore.optim.offload import Offload
-from longshore.optim.shards import flat, held_part
 from longshore.ranks.collective_thread import CollectiveThread
 from longshore.ranks.twin_groups import twins_of
 from longshore.store.ownership import ReplicatedOwnership, SharedOwnership, SharedResidence

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import note_placed, on_meta, put
 from longshore.engine.ranks import Ranks
-from longshore.engine.wording import several
-from longshore.optim.shards import flat, held_part, is_sharded, like
+from longshore.engine.wording import joined_names
+from longshore.optim.dtensor import flat, held_part, is_sharded, like
 from longshore.ranks.waiting import finish
 from longshore.transfer import allocate_pinned
 
@@ -105,7 +105,7 @@ class Weights:
             elif dtype.startswith(("F", "BF")) != tensor.is_floating_point():
                 wrong.append(f"{here} is {dtype} and the model's is {tensor.dtype}")
         if wrong:
-            raise ValueError(f"{self.path} has not the weights of this model: {several(wrong)}")
+            raise ValueError(f"{self.path} has not the weights of this model: {joined_names(wrong)}")
         return found
 
     def warn_about_rest(self, model: nn.Module) -> None:
@@ -122,7 +122,7 @@ class Weights:
         if unread:
             warnings.warn(
                 f"{len(unread)} tensors of {self.path} are in no place of the model and are not read: "
-                f"{several(unread)}",
+                f"{joined_names(unread)}",
                 stacklevel=7,  # of the script, by way of a door
             )
 
@@ -201,7 +201,7 @@ def _files(path: Path) -> Sequence[Path]:
             raise ValueError(f"{index} is not a valid index of weights: {error}") from error
         missing = [file.name for file in found if not file.is_file()]
         if missing:
-            raise FileNotFoundError(f"{index} names {several(missing)}, which {path} does not have")
+            raise FileNotFoundError(f"{index} names {joined_names(missing)}, which {path} does not have")
         return found
     found = sorted(path.glob("*.safetensors"))
     if not found:

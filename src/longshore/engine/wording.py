@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def several(entries: Sequence[str]) -> str:
+def joined_names(entries: Sequence[str]) -> str:
     """Return up to three entries, and the number of the others."""
     listed = ", ".join(entries[:3])
     return listed if len(entries) <= 3 else f"{listed}, and {len(entries) - 3} more"

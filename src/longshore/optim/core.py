@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from longshore.errors import debugging
-from longshore.optim.adoption import Adoption
+from longshore.optim.external_writes import WriteDetector
 from longshore.optim.family import History
+from longshore.optim.grad_placeholder import refuse_capture
 from longshore.optim.members import Members, Phase
-from longshore.optim.released import refuse_capture
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.tiles import Ended, Entry, ParameterStep
 
@@ -28,9 +28,9 @@ class OptimizerCore:
         self.members = members
         self.window = members.window
         # These change with each window.
-        self._adoption = Adoption(members.offload.detect_writes)
+        self._writes = WriteDetector(members.offload.detect_writes)
         self._agreed: Mapping[int, Tensor | None] | None = None
-        """Gradients that all ranks agreed on, in :meth:`one_agreement`."""
+        """Gradients that all ranks agreed on, in :meth:`cached_agreement`."""
         self._repeated: RepeatedStep | None = None
         """What can be told of the next step, if nothing changes until then."""
 
@@ -55,7 +55,7 @@ class OptimizerCore:
             del failure  # its traceback has this frame: a cycle, with all state in it
 
     @contextlib.contextmanager
-    def one_agreement(self) -> Iterator[Mapping[int, Tensor | None]]:
+    def cached_agreement(self) -> Iterator[Mapping[int, Tensor | None]]:
         """Agree on :meth:`window_gradients` once for a ``with`` block, in which there is no backward."""
         self._agreed = self.window_gradients()
         try:
@@ -93,7 +93,7 @@ class OptimizerCore:
 
     def step(self) -> None:
         """Step every parameter that has a gradient, and publish the new values."""
-        members, handed_out = self.members, self.members.handed_out
+        members, user_state = self.members, self.members.user_state
         if members.empty:
             self.window.end(Ended.STEPPED)
             return
@@ -104,8 +104,8 @@ class OptimizerCore:
         gradients = self.window_gradients()
         records = {record.index: record for record in members.records}
         with store.preparing({record.name: record.values() for record in members.present()} if debugging() else {}):
-            if handed_out.copies or handed_out.assigned:
-                handed_out.write_back(members)
+            if user_state.copies or user_state.assigned:
+                user_state.write_back(members)
             scale = self.window.scale(source.fingerprint)
             members.name_states(store)
             steps: dict[int, ParameterStep] = {}
@@ -117,7 +117,7 @@ class OptimizerCore:
                 (index, each.name, each.parameter.numel(), store.reduced(index), int(index in steps))
                 for index, each in records.items()
             )
-            self._adoption.adopt(store, members.present(), steps)
+            self._writes.adopt(store, members.present(), steps)
             for index in steps:
                 records[index].fill_initial(store)
 
@@ -127,23 +127,23 @@ class OptimizerCore:
                 records[index].publish(step.target, histories[index])
             for index in steps:  # after all: slices of one tensor count each other's writes
                 records[index].mark_published()
-            self._adoption.published(store, records, steps)
+            self._writes.published(store, records, steps)
             if first:
-                handed_out.came(first, members)
+                user_state.came(first, members)
             members.phase = Phase.STEPPED
 
         store.commit(steps, scale, published)
         self.window.entries = entries
-        if handed_out.copies:
-            handed_out.follow(members, steps.keys())
+        if user_state.copies:
+            user_state.follow(members, steps.keys())
         groups = members.groups()
         if not (members.release_gradients or (self._repeated is not None and self._repeated.describes(groups))):
             self._repeated = repeated_step(members.family, store, groups, map(members.records_of, groups))
 
     def _stepped_again(self) -> bool:
         """Step with :class:`RepeatedStep`, and return whether that was possible."""
-        members, handed_out = self.members, self.members.handed_out
-        edits = handed_out.copies or handed_out.assigned  # the regular step reads them
+        members, user_state = self.members, self.members.user_state
+        edits = user_state.copies or user_state.assigned  # the regular step reads them
         if self._repeated is None or self._agreed is not None or edits or debugging():
             return False
         members.store.agree({})

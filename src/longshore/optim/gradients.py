@@ -1,9 +1,9 @@
 """Sources of a window's gradients: ``.grad``, or the host, if it took them during backward.
 
 Both read ``.grad`` as the user left it, so that whatever was done to it counts (accumulated, clipped, unscaled,
-replaced, set to None). While the host has a parameter's gradient, ``.grad`` is a
-:class:`~longshore.optim.released.ReleasedGradient`: a placeholder that has the right shape and dtype, takes no memory,
-and raises an error in computations. As in torch, ``.grad`` then says whether the host's gradient still counts: it does
+replaced, set to None). While the host has a parameter's gradient, ``.grad`` is a placeholder
+(:class:`~longshore.optim.grad_placeholder.ReleasedGradient`) that has the right shape and dtype, takes no memory, and
+raises an error in computations. As in torch, ``.grad`` then says whether the host's gradient still counts: it does
 while ``.grad`` is the placeholder. None means that the gradient was discarded (``model.zero_grad()``), and any other
 tensor that the user replaced it.
 """
@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo
 
 from longshore.accelerator import has_graphs
 from longshore.errors import GradientError, LongshoreError
-from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
-from longshore.optim.released import (
+from longshore.optim.dtensor import check_not_wrapped, flat, gradient_part, is_sum_over_ranks
+from longshore.optim.grad_placeholder import (
     ReleaseHooks,
     concurrent,
     elsewhere,
@@ -39,7 +39,7 @@ from longshore.optim.released import (
     refuse_compiled_autograd,
     remove_all,
 )
-from longshore.optim.shards import check_not_wrapped, flat, gradient_part, is_sum_over_ranks
+from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
 from longshore.store import Store
 from longshore.tiles import GRADIENT, Ended, Fingerprint, Seen
 
@@ -101,7 +101,7 @@ class GradientSource(ABC):
             self.store.window.arrived.pop(record.index, None)
         self.store.remove({record.index for record in records})
 
-    def look_again(self) -> None:
+    def hook_unfrozen(self) -> None:
         """Add parameters that were frozen, or not gathered, until now."""
         return
 
@@ -214,7 +214,7 @@ class ReleasedGradients(GradientSource):
         for record in trainable:
             leaf = record.leaf()
             if leaf is None or not leaf.requires_grad or record.kept.numel() == 0:
-                continue  # no elements, or it was not gathered since it was made or thawed; look_again() is called then
+                continue  # no elements, or not gathered since it was made or thawed; hook_unfrozen() is called then
             # The hooks must not refer to the parameter: it could then not be garbage-collected.
             before, after = (
                 functools.partial(_call, me, hook, record.index)
@@ -252,7 +252,7 @@ class ReleasedGradients(GradientSource):
             self._placeholders.pop(index, None)
             self._hooks.pop(index).remove()
 
-    def look_again(self) -> None:
+    def hook_unfrozen(self) -> None:
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
 
     def check_first_backward(self) -> None:
@@ -373,7 +373,7 @@ class ReleasedGradients(GradientSource):
         return on_host, gradient
 
     def collect(self) -> dict[int, Tensor | None]:
-        self.look_again()
+        self.hook_unfrozen()
         return self._collected(self.records, self.members())
 
     def collect_one(self, index: int) -> dict[int, Tensor | None]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.kernels import HostRule, MatrixRule, Scale
+from longshore.optim.dtensor import check_not_wrapped
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
-from longshore.optim.handed_out import HandedOut
 from longshore.optim.offload import Offload
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
-from longshore.optim.shards import check_not_wrapped
+from longshore.optim.user_state import UserState
 from longshore.store import Store
 from longshore.tiles import Forecast, Ranges, Recorder, Window, annotating
 
@@ -59,7 +59,7 @@ class Members:
         self.release_gradients = release_gradients
         self.groups = groups
         self.window = window
-        self.handed_out = HandedOut()
+        self.user_state = UserState()
         # These grow with parameter groups.
         self._source: GradientSource | None = None
         self._nothing: GradientSource | None = None
@@ -200,8 +200,8 @@ class Members:
         if self._source is not None and gone:
             self._source.drop(gone)
         for record in gone:
-            self.handed_out.forget(record)
-            self.handed_out.states.pop(id(record.parameter), None)
+            self.user_state.forget(record)
+            self.user_state.states.pop(id(record.parameter), None)
             del self.by_id[id(record.parameter)], self.parameters[record.index]
         for place, group in enumerate(self.groups()):
             params = group["params"]
@@ -219,7 +219,7 @@ class Members:
             self.register(
                 {**group, "params": [each for _, each in new], "param_names": [name for name, _ in new]}, place
             )
-        self.handed_out.place(self)
+        self.user_state.place(self)
 
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none, or
@@ -302,7 +302,7 @@ class Members:
                 self.close()
             self._source.replaced_by = fresh._source
         fresh.source.members = self._indices_weakly()
-        self.handed_out.states.clear()
+        self.user_state.states.clear()
         self.window.lose_gradients()
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 

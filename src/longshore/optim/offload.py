@@ -14,7 +14,7 @@ from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import MOST_HOST_THREADS, DeviceKernels, HostKernels, Kernels
 from longshore.layout.formats import Coding, StateFormat, is_seed, parse_state_format, stream_of
 from longshore.layout.tiles import Home, default_tile_numel
-from longshore.optim.shards import first_element, flat, held_part, is_sharded, unwrapped
+from longshore.optim.dtensor import first_element, flat, held_part, is_sharded, unwrapped
 from longshore.store import Store
 from longshore.tiles import Accumulate, SpeculationMemory, TierSettings, Tiles, Window
 from longshore.transfer import CopyStreams, DeviceStreams, SimulatedTransfer, streams_for

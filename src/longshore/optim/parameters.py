@@ -14,8 +14,8 @@ from longshore.accelerator import is_accelerator
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.layout.tiles import MatrixLayout, Spec
+from longshore.optim.dtensor import flat, former_of, held_part, is_sharded
 from longshore.optim.family import History, RuleFamily
-from longshore.optim.shards import flat, former_of, held_part, is_sharded
 from longshore.store import Store
 
 if TYPE_CHECKING:

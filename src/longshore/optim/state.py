@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from longshore.interrupts import deferred_interrupts
+from longshore.optim.dtensor import counterparts, flat, is_sharded, part_of
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, states_of_all_rules
 from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import counterparts, flat, is_sharded, part_of
 from longshore.store import Store
 from longshore.tiles import MASTER
 
@@ -25,7 +25,7 @@ class StateOwner(Protocol):
     family: RuleFamily
     by_id: dict[int, ParameterRecord]
     parameters: dict[int, Tensor]
-    handed_out: Any  # HandedOut
+    user_state: Any  # UserState
 
     @property
     def empty(self) -> bool: ...
@@ -125,7 +125,7 @@ def _is_initial(state: Mapping[str, Any], family: RuleFamily) -> bool:
 def write_state(record: ParameterRecord, members: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
     store, family = members.store, record.family
-    members.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
+    members.user_state.keep(record, {key: value for key, value in state.items() if key not in family.entries})
     if not state.keys() & family.entries:
         return
     if record.index not in store.ownership:
@@ -155,7 +155,7 @@ def clear_state(record: ParameterRecord, members: StateOwner) -> None:
 
     As in torch, tensors that were handed out are then no longer part of the state.
     """
-    members.handed_out.forget(record)
+    members.user_state.forget(record)
     # Clear it even if no step was completed: a step that failed half way wrote here too.
     members.store.states.clear(record.index)
     record.history = History()
@@ -203,8 +203,8 @@ class Loading:
                 for record in members.records:
                     clear_state(record, members)
                     write_state(record, members, self._states.get(record.index, {}))
-                members.handed_out.touched = {id(members.parameters[index]): True for index in self._states}
-                members.handed_out.others, members.handed_out.unplaced = self._others, {}
+                members.user_state.touched = {id(members.parameters[index]): True for index in self._states}
+                members.user_state.others, members.user_state.unplaced = self._others, {}
                 whole = True
         except BaseException as failure:
             if not whole:

@@ -18,8 +18,8 @@ from longshore.errors import LongshoreError
 from longshore.kernels import Scale, block_sums_on, total_of_blocks
 from longshore.layout.formats import StateFormat
 from longshore.optim.core import OptimizerCore
+from longshore.optim.dtensor import over_ranks, present
 from longshore.optim.family import RuleFamily
-from longshore.optim.handed_out import StateMap
 from longshore.optim.members import Members
 from longshore.optim.offload import Offload
 from longshore.optim.other_optimizers import (
@@ -30,8 +30,8 @@ from longshore.optim.other_optimizers import (
     without_words,
 )
 from longshore.optim.parameters import group_members, names_of
-from longshore.optim.shards import over_ranks, present
 from longshore.optim.state import Loading, checked_state, merged_group, write_state
+from longshore.optim.user_state import StateMap
 from longshore.ranks import on_made
 from longshore.store import Store
 from longshore.tiles import Ended, SpeculationRecord, Window
@@ -101,7 +101,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._core.members.handed_out.place(self._core.members)
+        self._core.members.user_state.place(self._core.members)
 
     # -- the step -------------------------------------------------------------
 
@@ -279,8 +279,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         """Return the state as torch does: its tensors are those of :attr:`state`, float32 on the CPU. The state of
         parameters that are out of the groups is left out, where torch's ends with a KeyError."""
         members = self._core.members
-        members.handed_out.write_back(members)
-        with members.handed_out.saving(None if members.empty else members.indices()):
+        members.user_state.write_back(members)
+        with members.user_state.saving(None if members.empty else members.indices()):
             found = super().state_dict()
         found["state"] = {key: dict(each) if isinstance(each, dict) else each for key, each in found["state"].items()}
         return found
@@ -364,7 +364,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                 write_state(record, members, checked_state(record, entries))
             else:  # a key of the user's, or a parameter that was taken out of its group
                 self.state[key] = entries
-        members.handed_out.touched = {id(key): True for key in state["state"] if id(key) in members.by_id}
+        members.user_state.touched = {id(key): True for key in state["state"] if id(key) in members.by_id}
 
     def __copy__(self) -> TiledOptimizer:
         raise TypeError("copy.copy would give two optimizers one state, which only one would step: use copy.deepcopy")
@@ -381,13 +381,13 @@ class TiledOptimizer(torch.optim.Optimizer):
         views, custom kernels), before the next step.
         """
         members = self._core.members
-        members.handed_out.write_back(members)
+        members.user_state.write_back(members)
         for record in members.records:
             if record.has_master:
                 record.check()
                 members.store.states.adopt(record.index, record.values(), keep_matching=True)
                 record.mark_published()
-        members.handed_out.follow(members, members.parameters)
+        members.user_state.follow(members, members.parameters)
 
     @property
     def speculation(self) -> SpeculationRecord | None:

@@ -145,7 +145,7 @@ class SharedMemory:
         """
         meeting = self._meetings + 1
         if self._lent_for == meeting:
-            self.stand_apart()  # the block that was lent before was brought to no meeting
+            self.withdraw()  # the block that was lent before was brought to no meeting
         if not self.works or self._apart:
             return None
         self._lent_for = meeting
@@ -153,7 +153,7 @@ class SharedMemory:
         block = min(free, key=lambda each: each.capacity) if free else self._make(num_bytes)
         return None if block is None else (block, block.lend(num_bytes, held, meeting))
 
-    def stand_apart(self) -> None:
+    def withdraw(self) -> None:
         """Note that this rank failed, and may do something else than the others next. Until all ranks know, it writes
         nothing that they read."""
         self._apart = True

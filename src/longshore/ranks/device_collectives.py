@@ -116,7 +116,7 @@ class DeviceCollectives:
         if self.gone:
             raise RankError(f"{self.gone} while a collective was under way; {ADVICE}")
 
-    def end_the_hopeless(self) -> None:
+    def abort_stalled(self) -> None:
         """End each collective that waits for a rank that has ended."""
         for group, each in list(self._under_way.items()):
             if each.work.is_completed():
@@ -149,7 +149,7 @@ def _look(collectives: weakref.ref[DeviceCollectives], closing: threading.Event)
         found = collectives()
         if found is None:
             return
-        found.end_the_hopeless()
+        found.abort_stalled()
         del found
 
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from longshore.accelerator import Mark, mark_on, wait_for
 from longshore.errors import LongshoreError, ParameterError
 from longshore.layout.layout import ParameterLayout, RankGrid
-from longshore.optim.shards import flat, former_of, held_part, is_former, is_sharded, like, present
+from longshore.optim.dtensor import flat, former_of, held_part, is_former, is_sharded, like, present
 from longshore.stage3.gathered import GatheredWrites, Handles, Whole
 
 _TRAINABLE: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -244,7 +244,7 @@ class GatherMeetings:
             try:
                 self._finish(meeting)
             except BaseException:
-                self.shared.stand_apart()
+                self.shared.withdraw()
                 raise
             if output is None or self.shared.met(self._collectives.notes):
                 return
@@ -277,11 +277,11 @@ class GatherMeetings:
     def give_up(self) -> None:
         """Tell the others at the next meeting, if they are at another action, that this rank gave up its window."""
         self._collectives.give_up()
-        self.shared.stand_apart()
+        self.shared.withdraw()
 
     def interrupted(self) -> None:
         """Note that a forward or backward raised: this rank's next gather is for another window."""
-        self.shared.stand_apart()
+        self.shared.withdraw()
         with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()
         if self._epoch.give_up():

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from longshore.errors import ParameterError
 from longshore.layout.layout import ParameterLayout
+from longshore.optim.dtensor import checksum, flat, former_of, held_part
+from longshore.optim.grad_placeholder import is_released
 from longshore.optim.parameters import has_hooks
-from longshore.optim.released import is_released
-from longshore.optim.shards import checksum, flat, former_of, held_part
 
 _WHOLE: dict[int, Tensor] = {}
 """The whole tensor that each gathered shard stands for, by the shard's ``id``."""

@@ -114,7 +114,7 @@ class Lanes:
         self._landing.clear()
 
 
-class _Land(torch.autograd.Function):
+class _WaitForGradient(torch.autograd.Function):
     """Nothing in forward; in backward, wait until a gradient is on the host."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class _ToDevice(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, lanes: Lanes) -> Tensor:
         ctx.lanes = lanes
         ctx.set_materialize_grads(False)
-        return nowhere(values, lanes.device)
+        return unbacked(values, lanes.device)
 
     @staticmethod
     @once_differentiable
@@ -151,7 +151,7 @@ class _ToDevice(torch.autograd.Function):
         return ctx.lanes.bring(gradient), None
 
 
-def nowhere(values: Tensor, device: torch.device) -> Tensor:
+def unbacked(values: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of this shape without memory of its own: reads give NaN (or 0, of integers)."""
     fill = float("nan") if values.is_floating_point() or values.is_complex() else 0
     with torch.inference_mode(False), torch.no_grad():
@@ -196,7 +196,7 @@ class StreamedParameter:
 
     def _make_twin(self) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            landed = _Land.apply(self.rest, self._lanes)
+            landed = _WaitForGradient.apply(self.rest, self._lanes)
             self.twin = _ToDevice.apply(landed, self._lanes)
         for made in (landed, self.twin) if self.rest.requires_grad else ():
             # Of what is ready, backward runs first what was made last, and gradients would wait for all of it.
@@ -294,7 +294,7 @@ class StreamedParameter:
         """Free the memory on the device. Work that is enqueued already still reads it."""
         if self._fetch is not None:
             self._fetch = None
-            self.twin.data = nowhere(self.twin, self._lanes.device)
+            self.twin.data = unbacked(self.twin, self._lanes.device)
 
     def save(self, tensor: Tensor, use: Callable[[], None]) -> SavedValues | None:
         """Return the values that autograd keeps for ``tensor``, which has memory of the twin; None: ``tensor``."""

@@ -29,7 +29,7 @@ from longshore.layout.memory import LANDING_SLOTS
 from longshore.layout.tiles import padded_bytes
 from longshore.tiles.events import ADD, ARRIVE, ARRIVE_AGAIN, COPY_TO_HOST
 from longshore.tiles.memory import BufferKind, BufferPool, Slot, cut_slots
-from longshore.tiles.tile import Arrival, Parcel, Segment, Tile, Waiting
+from longshore.tiles.tile import Arrival, CoalescedCopy, Segment, Tile, Waiting
 from longshore.transfer import Bundle, Copy, CopyStreams
 from longshore.transfer.runner import JobRunner
 
@@ -289,16 +289,16 @@ class Arrivals:
             segment.handle = self._copy(tile, entry, slot)
             segment.gradient = segment.handle.target
         else:
-            segment.handle = self._parcel(tile, entry)
+            segment.handle = self._coalesced(tile, entry)
             segment.gradient = slot.view(tile.dtype_in(slot), entry.segment)
         segment.summed = slot is not None and slot is tile.sum_slot
 
-    def _parcel(self, tile: Tile, entry: Arrival) -> Parcel:
-        """Add a gradient to the tile's parcel, or to a new one if that is on its way."""
-        if tile.parcel is None or not tile.parcel.add(entry):
-            tile.parcel = Parcel(tile.small_expected, self._waiting, partial(self._copy_run, tile))
-            tile.parcel.add(entry)
-        return tile.parcel
+    def _coalesced(self, tile: Tile, entry: Arrival) -> CoalescedCopy:
+        """Add a gradient to the tile's coalesced copy, or to a new one if that is on its way."""
+        if tile.coalesced is None or not tile.coalesced.add(entry):
+            tile.coalesced = CoalescedCopy(tile.small_expected, self._waiting, partial(self._copy_run, tile))
+            tile.coalesced.add(entry)
+        return tile.coalesced
 
     def _copy(self, tile: Tile, entry: Arrival, slot: Slot | None) -> Copy:
         into = after = None

@@ -379,8 +379,8 @@ class Tier:
         failure: BaseException | None = None
         for tile in self.tiles:
             try:
-                if tile.parcel is not None:
-                    tile.parcel.begin()
+                if tile.coalesced is not None:
+                    tile.coalesced.begin()
             except Exception as error:
                 failure = failure or error
         if self.worker.used:
@@ -419,8 +419,8 @@ class Tier:
             if step.gradient is not None:
                 assert segment.arrivals == 0  # the worker would still have to add a second one
                 self.bring(tile, segment, segment.part_of(step.gradient), ready)
-        if tile.parcel is not None:
-            tile.parcel.begin()
+        if tile.coalesced is not None:
+            tile.coalesced.begin()
 
     def output_slot(self, tile: Tile, own: bool = True) -> Slot | None:
         """Return the slot in which a tile's new parameters travel, if they do. ``own``: False if other tiles may have

@@ -1,6 +1,6 @@
 """Tiles: the state machine of a tile, its buffer, its slot, the gradients of its segments, and the step of a parameter.
 
-Small gradients of one tile are copied to the host together, in a parcel, since each copy has a cost of its own.
+Small gradients of one tile are copied to the host together, in one copy, since each has a cost of its own.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Arrival(NamedTuple):
 
 
 class Waiting:
-    """The gradients that wait in parcels, of which the oldest go when they have more bytes than ``most_bytes``."""
+    """The gradients that wait in coalesced copies; the oldest go when they have more bytes than ``most_bytes``."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        # The worker may begin a parcel while another thread adds to one.
+        # The worker may begin a coalesced copy while another thread adds to one.
         self._lock = threading.Lock()
         self._bytes = 0
-        self._parcels: deque[Parcel] = deque()
+        self._coalesced: deque[CoalescedCopy] = deque()
 
-    def opened(self, parcel: Parcel) -> None:
-        self._parcels.append(parcel)
+    def opened(self, opened: CoalescedCopy) -> None:
+        self._coalesced.append(opened)
 
     def change(self, num_bytes: int) -> None:
         """Count bytes that begin to wait, or fewer that do."""
@@ -71,15 +71,15 @@ class Waiting:
             self._bytes += num_bytes
 
     def limit(self) -> None:
-        """Begin the oldest parcels, until few enough bytes wait. Parcels that have begun are forgotten."""
-        while self._parcels and (self._parcels[0].begun or self._bytes >= self._most_bytes):
-            parcel = self._parcels.popleft()
-            if not parcel.begun:
-                parcel.begin()
+        """Begin the oldest coalesced copies, until few enough bytes wait. Those that have begun are forgotten."""
+        while self._coalesced and (self._coalesced[0].begun or self._bytes >= self._most_bytes):
+            oldest = self._coalesced.popleft()
+            if not oldest.begun:
+                oldest.begin()
 
 
-class Parcel(Copy):
-    """Handle of the copies of small gradients, which begin when the parcel is full or is waited for.
+class CoalescedCopy(Copy):
+    """Handle of the copies of small gradients, which begin when it is full or is waited for.
 
     Args:
         size: how many gradients are expected.
@@ -380,7 +380,7 @@ class Tile:
         """Whether any segment expects gradients in this window, arrived ones included."""
         self.small_expected = len(self._small)
         """Number of small segments that expect gradients in this window; all, if it is not known."""
-        self.parcel: Parcel | None = None
+        self.coalesced: CoalescedCopy | None = None
         """The small gradients of this window that arrived last, to be copied together."""
         self.sums: Tensor | None = None
         """Sums of several gradients, float32 ``[1, buffer_numel]``."""
@@ -538,7 +538,7 @@ class Tile:
                 segment.expected = segment.arrivals
             segment.clear()
         self.filled = 0
-        self.parcel = None
+        self.coalesced = None
         self._count_missing()
         self.window += 1
         self.version += 1

@@ -250,10 +250,10 @@ def _rest(client: Mapping[str, Any] | None, path: Path, weights_only: bool | Non
     return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=weights_only)
 
 
-def unchanged(found: Any, handed_out: Mapping[str, Any]) -> bool:
+def unchanged(found: Any, user_state: Mapping[str, Any]) -> bool:
     """Return whether a state dict still has the tensors that the module gave; hooks may change it."""
     return (
         isinstance(found, Mapping)
-        and found.keys() == handed_out.keys()
-        and all(found[name] is value for name, value in handed_out.items())
+        and found.keys() == user_state.keys()
+        and all(found[name] is value for name, value in user_state.items())
     )

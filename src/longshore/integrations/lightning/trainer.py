@@ -292,7 +292,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         Raises:
             CheckpointError: an accumulation window is unfinished, or the checkpoint cannot be written.
         """
-        path, handed_out = Path(self.broadcast(filepath)), self._handed_out
+        path, user_state = Path(self.broadcast(filepath)), self._handed_out
         self._handed_out = None
         if "optimizer_states" not in checkpoint or self._engine is None:
             if "optimizer_states" in checkpoint:
@@ -302,7 +302,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO, and the engine writes this checkpoint itself")
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        if handed_out is None or not unchanged(checkpoint.get("state_dict"), handed_out):
+        if user_state is None or not unchanged(checkpoint.get("state_dict"), user_state):
             rest["state_dict"] = checkpoint["state_dict"]  # a hook's, beside the engine's own
         self._check_window()
         save_folder(self._engine, path, whole(rest, self.is_global_zero))
@@ -346,8 +346,8 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        handed_out, self._handed_out = self._handed_out, None
-        if handed_out is None or not unchanged(checkpoint["state_dict"], handed_out):
+        user_state, self._handed_out = self._handed_out, None
+        if user_state is None or not unchanged(checkpoint["state_dict"], user_state):
             load_whole(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

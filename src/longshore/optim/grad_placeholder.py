@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from longshore.accelerator import is_capturing
 from longshore.errors import GradientError, LongshoreError
+from longshore.optim.dtensor import held_part, like
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import held_part, like
 
 _WARN_OF_STREAMS = "set_warn_on_accumulate_grad_stream_mismatch"
 """A function that older torch does not have."""

@@ -14,7 +14,7 @@ from longshore.store import Store
 from longshore.tiles import ParameterStep
 
 
-class Adoption:
+class WriteDetector:
     """Record of the last published values, by which later writes of others are found.
 
     The identity of a parameter shows the writes that torch knows of. Kernels that write parameters in place compare

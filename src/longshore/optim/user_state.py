@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import ParameterError
+from longshore.optim.dtensor import flat, is_sharded, like, present
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat, is_sharded, like, present
 from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
 from longshore.tiles import MASTER
 
@@ -129,7 +129,7 @@ def _written(record: ParameterRecord, members: StateOwner) -> bool:
     return record.has_master and members.store.states.count_differing(record.index, record.values()) > 0
 
 
-class HandedOut:
+class UserState:
     """Everything that the user of one optimizer has of its state, or has put into it, by ``id(parameter)``."""
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
     def __init__(self, record: ParameterRecord, members: StateOwner) -> None:
         self._record = record
         self._members = members
-        self._handed_out: HandedOut = members.handed_out
+        self._handed_out: UserState = members.user_state
         self._left: dict[str, Any] | None = None
         """All entries, once they were taken out of the optimizer's state."""
 
@@ -311,24 +311,24 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
         if self._left is not None:
             self._left[key] = value
             return
-        handed_out, record = self._handed_out, self._record
+        user_state, record = self._handed_out, self._record
         if key not in record.family.entries:
             checked_state(record, {key: value})  # not a state of another optimizer
-            handed_out.keep(record, {key: value})
+            user_state.keep(record, {key: value})
             return
         if value is None and key in record.family.optional_states:
             self.pop(key, None)
             return
         # Scripts that prune or grow parameters set states of another shape, and move all to the new parameter then.
-        handed_out.copies.get(id(record.parameter), {}).pop(key, None)
-        handed_out.assigned.setdefault(id(record.parameter), {})[key] = value
+        user_state.copies.get(id(record.parameter), {}).pop(key, None)
+        user_state.assigned.setdefault(id(record.parameter), {})[key] = value
 
     def __delitem__(self, key: str) -> None:
         if self._left is not None:
             del self._left[key]
             return
-        handed_out, identity = self._handed_out, id(self._record.parameter)
-        found = [kept for kept in (handed_out.entries, handed_out.assigned) if key in kept.get(identity, ())]
+        user_state, identity = self._handed_out, id(self._record.parameter)
+        found = [kept for kept in (user_state.entries, user_state.assigned) if key in kept.get(identity, ())]
         for kept in found:
             del kept[identity][key]
         if key not in self._names():
@@ -337,7 +337,7 @@ class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: igno
             return
         if key not in self._record.family.optional_states:
             raise TypeError(f"{key!r} is part of the optimizer's state and cannot be deleted; set it instead")
-        handed_out.copies.get(identity, {}).pop(key, None)
+        user_state.copies.get(identity, {}).pop(key, None)
         history = self._record.history
         self._record.history = history._replace(states=history.states - {key})
 
@@ -388,7 +388,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
 
     def __init__(self, members: StateOwner) -> None:
         self._members = members
-        self._handed_out: HandedOut = members.handed_out
+        self._handed_out: UserState = members.user_state
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
         record = self._members.by_id.get(id(parameter))
@@ -441,17 +441,17 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         self._handed_out.write_back(self._members)
 
     def __delitem__(self, key: Any) -> None:
-        handed_out = self._handed_out
+        user_state = self._handed_out
         if not isinstance(key, Tensor):
-            del handed_out.others[key]
+            del user_state.others[key]
             return
         key = self._held(key)
-        if handed_out.unplaced.pop(id(key), None):
+        if user_state.unplaced.pop(id(key), None):
             return
         if key not in self:
             raise KeyError(key)
         record = self._record(key)
-        found = handed_out.states.pop(id(key), None)
+        found = user_state.states.pop(id(key), None)
         if found is not None:
             found.leave()
         clear_state(record, self._members)
