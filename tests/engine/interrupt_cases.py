@@ -45,7 +45,7 @@ def interrupted_step(stage: int, at: str, interrupted: list[int], clip: float | 
     owner, name, before = {
         "agreement": (store.residence, "outside_of_the_model", True),
         "measure": (store, "sum_of_squares", True),
-        "preparation": (core, "take_edits", True),
+        "preparation": (core.members, "name_states", True),
         "meeting": (store, "_meet", True),
         "tiles": (store.tiles, "commit", True),
         "stepped tiles": (store.tiles, "commit", False),
