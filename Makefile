@@ -51,7 +51,7 @@ test-medium: $(SETUP) $(SIMULATED)
 # What CI runs of them: a quarter of each test's rows, other ones for each commit; all of the tests in a file, or of a
 # source file, that the commit touched.
 COMMIT := $$(git rev-parse HEAD)
-CHANGED := $$(git log -1 --format= --name-only --diff-filter=AM | tr '\n' ' ')
+CHANGED := $$(git log -1 --format= --name-only --diff-filter=AMR | tr '\n' ' ')
 test-medium-sample: ROWS = --share 0.25 --share-of $(COMMIT) --whole "$(CHANGED)"
 test-medium-sample: test-medium
 

@@ -14,8 +14,8 @@ many that every ``strength`` values of different parameters meet in one; with 0 
 parameters, with ``covering`` or without.
 
 ``--share 0.25 --share-of TEXT`` leaves a quarter of the rows that are not in ``make test``, other ones for each text,
-and all rows of the tests of the files that ``--whole`` names: of ``src/longshore/tiles/tier.py`` those are in
-``tests/tiles/test_tier.py``.
+and all rows of the tests of the files that ``--whole`` names, which are those that ``tests/README.md`` has for them in
+its first two columns.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
+
+from scripts.docs import tests_page
 
 
 def make_rows(metafunc: pytest.Metafunc) -> None:
@@ -91,7 +93,7 @@ def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, text = config.getoption("--share"), config.getoption("--share-of")
     if share >= 1.0:
         return
-    whole = {file for name in config.getoption("--whole").split() for file in mirrored(name)}
+    whole = {file for name in config.getoption("--whole").split() for file in about(name)}
     tests: dict[tuple[str, bool], list[str]] = defaultdict(list)
     kept = set[str]()
     for item in items:
@@ -117,13 +119,15 @@ def drawn(rows: Sequence[str], share: float, text: str) -> set[str]:
     return set(sorted(rows, key=number)[:count])
 
 
-def mirrored(name: str) -> list[str]:
-    """Return the file with the tests of a source file, or of cases that run on ranks, and the file itself."""
+def about(name: str) -> set[str]:
+    """Return the files with the tests of a source file (that of its name, and those that its mutants have to fail), or
+    of cases that run on ranks, and the file itself."""
     file = PurePosixPath(name)
-    room = file.relative_to("src/longshore").parent if file.is_relative_to("src/longshore") else None
-    tested = file.stem.removesuffix("_cases")
-    there = (PurePosixPath("tests") / room if room is not None else file.parent) / f"test_{tested}.py"
-    return [name, there.as_posix()]
+    if not file.is_relative_to("src/longshore"):
+        return {name, (file.parent / f"test_{file.stem.removesuffix('_cases')}.py").as_posix()}
+    source = file.relative_to("src/longshore").as_posix()
+    found = {*tests_page.tests_by_mutant().get(source, ()), tests_page.mirror_of(source)} - {None}
+    return {name, *(f"tests/{each}" for each in found)}
 
 
 def covering(rows: Sequence[Mapping[str, Any]], strength: int, chosen: Iterable[int] = ()) -> list[int]:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,7 @@ def tests_by_module() -> dict[str, set[str]]:
     return found
 
 
+@cache
 def tests_by_mutant() -> dict[str, Counter[str]]:
     """Return how many mutants of a source file each test file has to catch, by the source file."""
     if str(TESTS) not in sys.path:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 MEMORY = "tests/tiles/test_memory.py"
 NORMS = "tests/tiles/test_speculation.py"
-SNAPSHOT = "tests/tiles/test_snapshot.py"
+SNAPSHOT = "tests/tiles/test_states.py"
 STEPPING = "tests/tiles/test_stepping.py"
 ARRIVALS = "tests/tiles/test_arrivals.py"
 STORE = "tests/tiles/test_tiles.py"

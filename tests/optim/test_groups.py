@@ -246,12 +246,15 @@ def test_a_group_is_taken_out_and_given_back(release: bool) -> None:
 
 
 @RELEASE
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied by given streams"])
 @pytest.mark.parametrize("added", [False, True], ids=["filled by hand", "add_param_group"])
-def test_groups_that_are_empty_at_first_are_filled_later(release: bool, added: bool) -> None:
+def test_groups_that_are_empty_at_first_are_filled_later(release: bool, added: bool, copies: bool) -> None:
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(32) * n) for n in (1, 2)] for _ in range(2))
-    optimizer = longshore.AdamW([{"params": []}, {"params": [], "lr": 0.1}], release_gradients=release)
+    offload = longshore.Offload(transfer=longshore.SimulatedTransfer(0.0) if copies else None)
+    optimizer = longshore.AdamW([{"params": []}, {"params": [], "lr": 0.1}], release_gradients=release, offload=offload)
     plain = torch.optim.AdamW([{"params": []}, {"params": [], "lr": 0.1}], fused=True)
+    assert sum(optimizer.host_bytes().values()) == 0
     for each, own in ((optimizer, ours), (plain, theirs)):
         schedule = torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5)
         each.zero_grad()

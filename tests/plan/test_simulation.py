@@ -176,6 +176,12 @@ def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:
     assert found.step_s == pytest.approx(max(15.0, on_device[0][1]))
 
 
+def test_a_step_that_is_all_on_the_device_takes_its_time() -> None:
+    found = run(4, PlanChoice(0, "cpu", ratio=0.0), device_memory_bytes_per_s=2 * N * 15.0)
+    ((begin, end),) = spans(found, "step on the device")
+    assert spans(found, STEP_IN_PLACE) == [] and begin == 12.0 < end == found.step_s
+
+
 def test_in_host_memory_one_thing_runs_at_a_time() -> None:
     here = replace(clock(), staged=False)
     found = simulate(layers(3), here, JOB, PlanChoice(0, "cpu"))

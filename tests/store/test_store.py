@@ -91,4 +91,4 @@ def test_an_offload_of_a_users_class_keeps_a_ranks_share() -> None:
     shared = ShardedOffload.over(Mine(tile_numel=16), group=None, reduction=ReductionSettings(1, 1), gather_numel=1)
     assert shared.tile_numel == 16 and not shared.alone
     shared.share.make_tiles(torch.device("cpu"), False, lambda key: torch.empty(0), Window()).close()
-    assert asked and set(asked) == {3}
+    assert asked == [3]  # once: a device has few streams

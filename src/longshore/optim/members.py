@@ -265,7 +265,7 @@ class Members:
             recorders: list[Recorder] = [Ranges()] if annotating() else []
             if self._nothing is not None:
                 recorders += self._nothing.store.tiles.recorders
-                self._nothing.close()
+                _let_go(self._nothing, self._source)
                 self._nothing = None
             self._source.store.set_recorders(recorders)
             self._source.store.foresee(_MembersForecast(self))
@@ -296,10 +296,7 @@ class Members:
         fresh.store.foresee(_MembersForecast(self))
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.tiles.recorders)
-            if fresh.store.tiles.streams is self._source.store.tiles.streams:
-                self._source.remove_hooks()  # both use the copy streams that the user gave
-            else:
-                self.close()
+            _let_go(self._source, fresh.source)
             self._source.replaced_by = fresh._source
         fresh.source.members = self._indices_weakly()
         self.user_state.states.clear()
@@ -311,6 +308,12 @@ class Members:
         for source in (self._source, self._nothing):
             if source is not None:
                 source.close()
+
+
+def _let_go(former: GradientSource, successor: GradientSource) -> None:
+    """Close a source, unless both use the copy streams that the user gave."""
+    same = former.store.tiles.streams is successor.store.tiles.streams
+    former.remove_hooks() if same else former.close()
 
 
 class _MembersForecast(Forecast):

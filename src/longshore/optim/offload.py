@@ -240,19 +240,18 @@ class Offload:
                 f"accumulate={self.accumulate!r} is for gradients that are taken in backward, and without "
                 "release_gradients=True they are added in .grad, in its dtype: add it, or leave accumulate out"
             )
-        tiers = [self._tier(home, device, hold_gradients) for home in self._homes_for(device)]
+        streams, offloads = self.streams_to(device), self.device == "cpu"
+        *others, last = Home.of(offloads, self.ratio, streams.staged if offloads else device.type != "cpu")
+        tiers: list[TierSettings] = []
+        for home in others:
+            host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
+            there = replace(self, device="none", **host)
+            tiers.append(there._tier(home, device, there.streams_to(device), hold_gradients))
+        tiers.append(self._tier(last, device, streams, hold_gradients))
         return Tiles(tiers, gradient_dtype, self.ratio, values_of, window)
 
-    def _homes_for(self, device: torch.device) -> tuple[Home, ...]:
-        offloads = self.device == "cpu"
-        staged = self.streams_to(device).staged if offloads else device.type != "cpu"
-        return Home.of(offloads, self.ratio, staged)
-
-    def _tier(self, home: Home, device: torch.device, hold_gradients: bool) -> TierSettings:
-        if home is Home.DEVICE and self.device != "none":
-            host = {"threads": None, "cpu_set": None, "speculation_memory": 0, "ratio": 1.0, "accumulate": "auto"}
-            return replace(self, device="none", **host)._tier(home, device, hold_gradients)
-        streams, kernels = self.streams_to(device), self.kernels_for(device)
+    def _tier(self, home: Home, device: torch.device, streams: CopyStreams, hold_gradients: bool) -> TierSettings:
+        kernels = self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(streams.staged, kernels.threads)
         ahead, accumulate = self.speculation_memory, self.accumulate
         return TierSettings(streams, kernels, tile_numel, hold_gradients, ahead, self.detect_writes, accumulate, home)

@@ -74,7 +74,7 @@ def _unit_bytes(model: PlannedModel) -> tuple[list[int], int]:
 
 
 def spares_of(layout: RankLayout) -> Spares:
-    """Return the spares of the tiles on the host; there are none if the optimizer's state is on the device."""
+    """Return the spares of the tiles of the last home; there are none if that is the device."""
     return layout.main.spares(lambda most, taken: speculation_budget(layout.speculation, most, taken))
 
 

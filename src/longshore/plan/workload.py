@@ -110,8 +110,7 @@ class MatrixJob(NamedTuple):
 
 
 def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[TileJob]:
-    """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles, without those
-    of matrices."""
+    """Return the tiles of the last home as jobs in their order, without those of matrices."""
     source = _sources(layout, segments)
     home = layout.main.only(of_matrices=False)
     total = home.tiles

@@ -109,10 +109,10 @@ class Tiles:
         for tier in self.tiers:
             tier.parts.update((spec.key, []) for spec in added)
         self.tier.ranges.update((spec.key, spec.matrix) for spec in added if spec.matrix is not None)
-        runs = runs_by_home(added, self._ratio, {tier.home: tier.tile_numel for tier in self.tiers})
+        tier_of = {tier.home: tier for tier in self.tiers}
+        runs = runs_by_home(added, self._ratio, {home: tier.tile_numel for home, tier in tier_of.items()})
         self._check_share(runs)
         codings = {spec.key: spec.coding for spec in added}
-        tier_of = {tier.home: tier for tier in self.tiers}
         for (home, of_matrices), alike in itertools.groupby(runs, lambda run: (run.home, run.of_matrix)):
             tier = tier_of[home]
             self._add(tier, tier.of_matrices if of_matrices else tier.elementwise, alike, codings)
@@ -121,11 +121,9 @@ class Tiles:
         """Warn if fewer elements stay on the device than a quarter of those that ``ratio`` leaves there."""
         if len(self.tiers) == 1:
             return
-        numel_in = dict.fromkeys(Home, 0)
-        for run in runs:
-            numel_in[run.home] += 0 if run.of_matrix else run.tiles * run.numel
-        whole = sum(numel_in.values())
-        share = numel_in[Home.DEVICE] / whole if whole else 1.0
+        numels = [(run.home, run.tiles * run.numel) for run in runs if not run.of_matrix]
+        kept, whole = (sum(numel for home, numel in numels if home in homes) for homes in ((Home.DEVICE,), Home))
+        share = kept / whole if whole else 1.0
         if share < (1.0 - self._ratio) / 4:
             warnings.warn(
                 f"ratio={self._ratio:g} leaves {1.0 - self._ratio:.0%} of the optimizer's state on the device, and "

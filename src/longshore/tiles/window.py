@@ -33,7 +33,7 @@ class Breakage(NamedTuple):
     loading: bool = False
     """Whether a checkpoint was being loaded, and not stepped."""
     shared: bool = False
-    """Whether other ranks cannot step either."""
+    """Whether other ranks cannot step either; then each rank's state is broken, also where nothing was stepped."""
 
     @classmethod
     def by(cls, failure: BaseException, shared: bool = False) -> Breakage:
