@@ -31,8 +31,6 @@ from typing import Any
 
 import pytest
 
-from scripts.docs import tests_page
-
 
 def make_rows(metafunc: pytest.Metafunc) -> None:
     """Mark the rows of a test, and leave out those that ``-m`` leaves out."""
@@ -122,6 +120,8 @@ def drawn(rows: Sequence[str], share: float, text: str) -> set[str]:
 def about(name: str) -> set[str]:
     """Return the files with the tests of a source file (that of its name, and those that its mutants have to fail), or
     of cases that run on ranks, and the file itself."""
+    from scripts.docs import tests_page  # which a copy of the tests alone does without
+
     file = PurePosixPath(name)
     if not file.is_relative_to("src/longshore"):
         return {name, (file.parent / f"test_{file.stem.removesuffix('_cases')}.py").as_posix()}
